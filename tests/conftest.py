@@ -15,6 +15,7 @@ import tempfile
 import time
 import venv
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from enum import Enum
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
@@ -78,6 +79,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if MOUNTING & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.mounts)
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name the parameter in a test's id if its value says little alone: `is_begun=True`, not `True`."""
+    text = ascii(val)[1:-1] if isinstance(val, str) else ascii(sorted(val) if isinstance(val, set) else val)
+    if isinstance(val, Enum) or hasattr(val, "__name__"):
+        return None
+    text = text.partition(" at 0x")[0]  # another address in each process
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return text if isinstance(val, str) and len(val) >= 4 else f"{argname}={text}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,7 @@ CASE = '<testcase classname="{}" name="{}" time="{}"><properties>{}</properties>
 CPU = '<property name="cpu_s" value="{}"/>'
 
 
-def test_the_report_of_slow_tests_fails_and_names_a_test_file_over_the_cpu_budget(
+def test_the_durations_report_fails_and_names_a_test_file_that_exceeds_the_cpu_budget(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cases = [
@@ -35,7 +35,7 @@ def test_the_report_of_slow_tests_fails_and_names_a_test_file_over_the_cpu_budge
     assert lines[lines.index("files") + 1].split()[-2:] == ["2", "tests/test_rooms.py"]
 
 
-def test_thinned_parameters_cover_each_value_or_each_pair_and_mark_the_rest_as_soak() -> None:
+def test_thinned_test_parameters_cover_each_value_or_each_pair_and_mark_the_rest_as_soak() -> None:
     axes = range(5), range(2), range(3)
     for strength, num_kept in ((1, 5), (2, 15)):
         cases = thinned(*axes, strength=strength)

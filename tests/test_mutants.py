@@ -20,7 +20,7 @@ def test_the_text_that_a_mutant_replaces_is_in_the_program_once_and_its_test_exi
         assert re.search(rf"^(async def |def |){function}\b", (ROOT / file).read_text(), re.MULTILINE), test
 
 
-def test_a_function_has_other_code_while_it_is_mutated() -> None:
+def test_a_mutated_function_behaves_as_mutated_inside_the_block_and_as_written_afterwards() -> None:
     edit = ("worker/wire/intake.py", 'if name in ("*", ">") or', "if")
     with mutated(Mutant("wild cards are names", (edit,), "", {})):
         assert intake.session_of("p.in.*.*.x") is not None
@@ -28,7 +28,7 @@ def test_a_function_has_other_code_while_it_is_mutated() -> None:
 
 
 @pytest.mark.parametrize("old", ["no such text", "return", "import annotations"])
-def test_an_edit_that_changes_no_function_or_is_ambiguous_is_refused(old: str) -> None:
+def test_a_mutant_whose_edit_changes_no_function_or_is_ambiguous_is_refused(old: str) -> None:
     mutant = Mutant("no", (("worker/wire/intake.py", old, old.upper()),), "", {})
     with pytest.raises((ValueError, SyntaxError)):
         mutant.codes()

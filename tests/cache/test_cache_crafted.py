@@ -125,7 +125,7 @@ CRAFTED: list[dict[str, Any]] = [
 ]
 
 
-async def test_files_with_crafted_headers_are_not_imported_and_keep_no_store_from_starting(
+async def test_snapshot_files_with_forged_headers_are_not_imported_and_do_not_stop_a_store_from_opening(
     tmp_path, open_store
 ) -> None:
     files = [crafted(sound(tmp_path), changes) for changes in CRAFTED]
@@ -147,7 +147,7 @@ async def test_files_with_crafted_headers_are_not_imported_and_keep_no_store_fro
             assert isinstance(found.exception, SystemExit | None), command
 
 
-async def test_a_file_with_more_tokens_than_a_block_may_have_is_neither_imported_nor_kept(
+async def test_a_snapshot_file_with_more_tokens_than_a_block_is_not_imported_and_not_kept_by_a_store(
     tmp_path, open_store
 ) -> None:
     """`forget` finds only files with a worker's number of tokens, so others must not exist."""
@@ -196,7 +196,7 @@ def grown(whole: bytes, changes: dict[str, Any], num_tokens: int, payload: bytes
     ],
     ids=lambda row: repr(row)[:200],
 )
-async def test_opening_a_store_repairs_an_index_that_has_rows_of_crafted_files(
+async def test_opening_a_store_repairs_an_index_with_rows_of_impossible_values(
     tmp_path, open_store, row
 ) -> None:
     """The rows' checksums are right, so the check of checksums alone would accept them."""
@@ -300,7 +300,7 @@ PAYLOAD = b"".join(tensor.data for tensor in cut(TOKENS, Span(0, BLOCK)))
 @example(HEADER.replace(b"[1,2,4,3]", b'""'))
 @example(HEADER.replace(b"0.keys", ZERO.encode() + b".keys").replace(b"0.values", ZERO.encode() + b".values"))
 @example(HEADER.replace(b'"0.keys"', b'"0.keys 0.values 0.keys"'))
-def test_a_randomly_changed_header_is_either_rejected_or_read_as_it_was_written(
+def test_a_randomly_changed_snapshot_header_is_rejected_or_read_as_written_without_other_errors(
     tmp_path_factory, text
 ) -> None:
     """Reading it may neither raise another exception nor return another name or layout."""
@@ -319,7 +319,7 @@ def test_a_randomly_changed_header_is_either_rejected_or_read_as_it_was_written(
     assert all(len(shape) == 2 for _, _, shape in header.layout)
 
 
-def test_an_oversized_header_is_rejected_before_it_is_parsed(tmp_path) -> None:
+def test_a_snapshot_file_with_an_oversized_header_is_rejected_before_the_header_is_parsed(tmp_path) -> None:
     """A parsed JSON list takes twenty times the memory of its text."""
     path = tmp_path / "x"
     text = HEADER[:29] + b'","x":[' + b"[]," * (1 << 20)
@@ -328,7 +328,7 @@ def test_an_oversized_header_is_rejected_before_it_is_parsed(tmp_path) -> None:
         read_header(path)
 
 
-async def test_a_file_with_a_forged_huge_shape_is_rejected_without_allocating_memory_for_it(
+async def test_a_snapshot_file_with_a_forged_huge_tensor_shape_is_rejected_without_allocating_its_memory(
     tmp_path, open_store
 ) -> None:
     """The file has some hundred bytes, and its header claims a million heads of size zero."""

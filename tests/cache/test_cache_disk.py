@@ -62,7 +62,7 @@ def run(library: Path, scenario: str, base: Path):
 
 
 @pytest.mark.process
-async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_brings_back_no_erased_one(
+async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_restores_no_erased_snapshot(
     faulty_disk, base, open_store
 ) -> None:
     """The kill comes before each call that changes the directory, and in the middle of each write."""
@@ -89,7 +89,7 @@ async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_brings_b
 
 
 @pytest.mark.process
-def test_a_cache_survives_any_failed_disk_write_and_saves_and_restores_again_afterwards(
+def test_after_any_single_failed_disk_write_the_cache_still_saves_and_restores_snapshots(
     faulty_disk, base
 ) -> None:
     """One call fails with EIO, ENOSPC or EDQUOT, or all calls from some call on, also with EROFS."""
@@ -97,7 +97,7 @@ def test_a_cache_survives_any_failed_disk_write_and_saves_and_restores_again_aft
 
 
 @pytest.mark.process
-def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
+def test_the_event_loop_of_the_cache_makes_no_disk_system_call(faulty_disk, base) -> None:
     """So no turn waits for the disk, however slow that is."""
     found = run(faulty_disk, "touched", base)
     assert found["here"] == 0
@@ -106,13 +106,15 @@ def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
 
 
 @pytest.mark.process
-def test_a_disk_that_hangs_on_reads_blocks_neither_other_loads_nor_the_exit(faulty_disk, base) -> None:
+def test_a_hung_disk_read_blocks_neither_restores_from_other_files_nor_the_exit_of_the_process(
+    faulty_disk, base
+) -> None:
     """A hanging read occupies its thread. At most two threads hang, and the process can still exit."""
     assert 0 < run(faulty_disk, "hanging", base)["stuck"] <= 2
 
 
 @pytest.mark.process
-async def test_confirmed_evictions_and_erasures_survive_a_power_failure(
+async def test_snapshots_whose_eviction_or_erasure_was_confirmed_do_not_return_after_a_power_failure(
     faulty_disk, base, open_store
 ) -> None:
     """ErasureProgress tokens do not reappear in SQLite's log either."""
@@ -141,7 +143,7 @@ async def test_a_store_whose_directory_is_removed_keeps_running_without_its_snap
     assert await store.close()
 
 
-async def test_a_file_system_whose_file_numbers_exceed_63_bits_keeps_its_snapshots(
+async def test_snapshots_on_a_file_system_with_inode_numbers_above_63_bits_are_kept(
     open_store, monkeypatch
 ) -> None:
     class Large:
@@ -178,7 +180,7 @@ async def failing(store, tokens) -> list[str]:
     return [log["code"] for log in logs if log["event"] == "snapshot_writes_failing"]
 
 
-async def test_a_read_only_remount_stops_writes_but_not_reads_until_it_is_writable_again(
+async def test_on_a_disk_remounted_read_only_the_cache_still_restores_and_saves_again_once_it_is_writable(
     open_store, mounted, read_only
 ) -> None:
     clock = Clock()

@@ -47,7 +47,7 @@ def fill(path) -> None:
                 return
 
 
-async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those_snapshots(
+async def test_a_disk_that_becomes_full_during_snapshot_writes_loses_only_the_snapshots_being_written(
     open_store, small_disk, monkeypatch
 ) -> None:
     """The error is a real ENOSPC: other files take the last bytes after the snapshots were accepted."""
@@ -84,7 +84,7 @@ async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those
     assert await num_restored(store, TOKENS, "b") == 10
 
 
-async def test_repeatedly_failing_writes_cause_longer_pauses_each_time_and_are_logged_once(
+async def test_the_disk_writer_pauses_longer_after_each_failed_write_and_logs_only_the_first_failure(
     open_store, monkeypatch
 ) -> None:
     clock = Clock()
@@ -110,7 +110,7 @@ async def test_repeatedly_failing_writes_cause_longer_pauses_each_time_and_are_l
     assert_sum_rule(store)
 
 
-async def test_saves_offered_while_the_writer_is_paused_are_dropped_and_counted(
+async def test_snapshots_saved_while_the_disk_writer_is_paused_are_dropped_and_counted(
     open_store, monkeypatch
 ) -> None:
     store = await open_store(monotonic=Clock())
@@ -126,7 +126,7 @@ async def test_saves_offered_while_the_writer_is_paused_are_dropped_and_counted(
     assert_sum_rule(store)
 
 
-async def test_a_snapshot_file_is_synced_before_it_is_renamed_and_its_folder_afterwards(
+async def test_a_snapshot_file_is_synced_before_its_rename_and_its_folder_is_synced_after_the_rename(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store, fsync, happened = await open_store(), os.fsync, []
@@ -146,7 +146,7 @@ async def test_a_snapshot_file_is_synced_before_it_is_renamed_and_its_folder_aft
     assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
 
 
-async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_a_write(
+async def test_after_a_failed_disk_write_all_queued_snapshots_are_dropped_unwritten(
     open_store, monkeypatch
 ) -> None:
     """Otherwise the writer would try the whole queue on a full disk."""
@@ -171,7 +171,9 @@ async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_a_w
     assert_sum_rule(store)
 
 
-async def test_a_file_whose_rename_could_not_be_synced_is_removed(open_store, tmp_path, monkeypatch) -> None:
+async def test_a_snapshot_file_whose_rename_could_not_be_synced_is_removed(
+    open_store, tmp_path, monkeypatch
+) -> None:
     """It does not count as stored, so the next start must not find it either."""
     store = await open_store()
     fsync = os.fsync
@@ -188,7 +190,9 @@ async def test_a_file_whose_rename_could_not_be_synced_is_removed(open_store, tm
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_an_unexpected_exception_in_a_write_does_not_end_the_writer(open_store, monkeypatch) -> None:
+async def test_an_unexpected_exception_during_a_snapshot_write_does_not_end_the_writer_thread(
+    open_store, monkeypatch
+) -> None:
     clock = Clock()
     store = await open_store(monotonic=clock)
     write = snapshot_format.write
@@ -203,7 +207,7 @@ async def test_an_unexpected_exception_in_a_write_does_not_end_the_writer(open_s
     assert await num_restored(store, [1, 2]) == 2
 
 
-async def test_after_an_unexpected_exception_in_a_removal_snapshots_are_still_restored_but_not_saved(
+async def test_after_an_unexpected_exception_in_a_file_removal_the_cache_restores_but_no_longer_saves(
     open_store, monkeypatch
 ) -> None:
     store, gate = await open_store(monotonic=Clock()), threading.Event()
@@ -238,8 +242,10 @@ async def test_after_an_unexpected_exception_in_a_removal_snapshots_are_still_re
     assert await num_restored(await open_store(), TOKENS, "b") == 0
 
 
-@pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), MemoryError()])
-async def test_a_cache_whose_index_cannot_be_written_keeps_its_snapshots(
+@pytest.mark.parametrize(
+    "error", [sqlite3.OperationalError("database or disk is full"), MemoryError()], ids=repr
+)
+async def test_snapshots_of_a_cache_whose_sqlite_index_cannot_be_written_are_still_restored(
     open_store, monkeypatch, error
 ) -> None:
     """For example, SQLite out of memory raises no `sqlite3.Error`."""
@@ -323,7 +329,7 @@ def no_room():
     return lacking
 
 
-async def test_files_missing_from_the_index_of_a_full_disk_are_served_and_can_be_forgotten(
+async def test_on_a_full_disk_snapshot_files_missing_from_the_index_are_restored_and_can_be_erased(
     open_store, tmp_path, no_room
 ) -> None:
     """A disk that fills up may have had room for a file, and not for its row."""
@@ -344,7 +350,9 @@ async def test_files_missing_from_the_index_of_a_full_disk_are_served_and_can_be
         assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_concurrent_loads_count_a_damaged_file_once(open_store, tmp_path) -> None:
+async def test_a_damaged_snapshot_file_read_by_several_concurrent_restores_is_counted_once(
+    open_store, tmp_path
+) -> None:
     store = await stored(open_store, TOKENS)
     flip(nth_file(tmp_path, 1))
     assert await asyncio.gather(*(num_restored(store, TOKENS) for _ in range(4))) == [4] * 4
@@ -375,7 +383,7 @@ async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_
 
 
 @pytest.mark.parametrize("room", ["snapshots", "tmp", "quarantine"])
-async def test_a_cache_folder_removed_under_a_running_store_is_created_again(
+async def test_a_cache_subdirectory_removed_while_a_store_runs_is_created_again(
     open_store, tmp_path, room
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -427,7 +435,7 @@ async def test_a_folder_in_the_place_of_a_snapshot_file_is_moved_to_quarantine(
     assert [*(tmp_path / "cache").glob("*/*")] == []
 
 
-async def test_a_restore_that_takes_too_long_reads_no_further_file(
+async def test_a_restore_that_exceeds_its_time_limit_reads_no_further_file(
     open_store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, tokens, begun = await open_store(), list(range(8 * BLOCK)), []
@@ -450,7 +458,7 @@ async def test_a_restore_that_takes_too_long_reads_no_further_file(
     assert 1 <= len(begun) <= stored_kv._IO_THREADS
 
 
-async def test_while_a_read_hangs_all_reads_fail_at_once() -> None:
+async def test_while_one_disk_read_hangs_all_further_disk_reads_time_out_at_once() -> None:
     """Reads behind it would occupy the other threads too."""
     answers, readers = threading.Event(), IoThreads("test", 2)
     try:

@@ -27,7 +27,9 @@ TOKENS = [0x5A5A0000 + i for i in range(10)]
 OTHER = [0x6B6B0000 + i for i in range(10)]
 
 
-async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tmp_path) -> None:
+async def test_after_an_erase_no_file_of_the_cache_directory_contains_the_erased_tokens(
+    open_store, tmp_path
+) -> None:
     """This includes SQLite's pages and its write-ahead log, which had the digests of the blocks."""
     store = await stored(open_store, OTHER, *([*TOKENS, i] for i in range(20)), TOKENS)
     for i in range(20):
@@ -40,7 +42,7 @@ async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tm
     assert "index.sqlite" in traces(tmp_path / "cache", OTHER)
 
 
-async def test_an_erase_removes_its_index_rows_even_if_a_reader_held_the_index_as_the_store_opened(
+async def test_an_erase_removes_its_index_rows_even_if_the_index_was_locked_when_the_store_opened(
     open_store, tmp_path, monkeypatch
 ) -> None:
     """The store cannot open the file then, and has its rows in memory."""
@@ -59,7 +61,7 @@ async def test_an_erase_removes_its_index_rows_even_if_a_reader_held_the_index_a
     assert store.kv.match(store.kv.chain("a"), OTHER).num_tokens == 10
 
 
-async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_is_gone(
+async def test_an_erase_is_confirmed_only_after_a_file_whose_removal_failed_has_been_removed(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS, OTHER)
@@ -81,7 +83,7 @@ async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_
 
 
 @pytest.mark.parametrize("was_here", [True, False])
-async def test_a_file_that_an_erase_could_not_remove_is_removed_when_its_erasure_note_is_tried_again(
+async def test_carrying_out_an_erasure_note_again_removes_a_file_that_the_first_attempt_could_not_remove(
     open_store, tmp_path, monkeypatch, was_here: bool
 ) -> None:
     """At the next start the file would be found again, with its tokens."""
@@ -95,7 +97,7 @@ async def test_a_file_that_an_erase_could_not_remove_is_removed_when_its_erasure
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_an_erasure_note_repeats_no_unfinished_erasure_of_another_tenant(
+async def test_carrying_out_an_erasure_note_of_one_tenant_leaves_unfinished_erasures_of_other_tenants_alone(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -109,7 +111,7 @@ async def test_an_erasure_note_repeats_no_unfinished_erasure_of_another_tenant(
     assert store.eraser._unsettled == left
 
 
-async def test_an_erase_whose_time_runs_out_behind_other_writes_still_removes_quarantined_copies(
+async def test_an_erase_that_times_out_in_the_write_queue_still_removes_quarantined_copies_later(
     open_store, tmp_path, gate
 ) -> None:
     gate.set()
@@ -139,7 +141,7 @@ async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_re
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_that_an_erase_left_behind_and_that_was_saved_again_delays_no_later_erase(
+async def test_later_erases_are_confirmed_although_a_file_whose_removal_failed_was_saved_again(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -152,7 +154,7 @@ async def test_a_file_that_an_erase_left_behind_and_that_was_saved_again_delays_
     assert store.kv.match(store.kv.chain("a"), [*TOKENS, 7]).num_tokens == 11
 
 
-async def test_an_erase_is_not_confirmed_while_another_turn_still_uses_the_files(
+async def test_an_erase_is_not_confirmed_while_another_turn_uses_the_snapshot_files(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -166,7 +168,7 @@ async def test_an_erase_is_not_confirmed_while_another_turn_still_uses_the_files
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_an_erase_keeps_the_snapshots_of_a_sessions_first_tokens_if_they_are_marked_as_shared(
+async def test_an_erase_keeps_the_snapshots_of_as_many_first_tokens_as_are_declared_shared(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -179,7 +181,7 @@ async def test_an_erase_keeps_the_snapshots_of_a_sessions_first_tokens_if_they_a
     assert not traces(tmp_path / "cache", TOKENS)
 
 
-async def test_an_erase_removes_the_quarantined_copies_of_its_tokens_and_no_others(
+async def test_an_erase_removes_quarantined_files_of_the_erased_tokens_and_no_other_quarantined_files(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS, OTHER)
@@ -198,7 +200,7 @@ async def test_an_erase_removes_the_quarantined_copies_of_its_tokens_and_no_othe
     assert store.stats().capacity_bytes > room_before, "and no longer counts"
 
 
-async def test_snapshots_that_are_erased_or_found_damaged_are_reported_as_missing(
+async def test_the_store_notifies_its_listeners_when_snapshots_are_erased_or_found_damaged(
     open_store, tmp_path
 ) -> None:
     """Sessions that still have such KV on the device save it again."""
@@ -226,7 +228,7 @@ async def test_an_erase_removes_a_quarantined_file_whose_header_cannot_be_read(o
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_found_damaged_after_it_was_erased_is_not_kept_in_quarantine(
+async def test_a_file_found_damaged_after_its_erase_is_removed_and_not_moved_to_quarantine(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -242,7 +244,7 @@ async def test_a_file_found_damaged_after_it_was_erased_is_not_kept_in_quarantin
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_settings(
+async def test_an_erase_removes_the_snapshots_of_the_same_tokens_of_other_models_and_settings(
     open_store, tmp_path, lost
 ) -> None:
     """They were made with other weights, `kv_bits` or block sizes; the index may have been lost since."""
@@ -259,14 +261,14 @@ async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_set
     assert store.stats().stored == 13
 
 
-def test_the_erase_mark_of_a_session_that_branched_after_a_rewind_is_that_of_its_current_tokens() -> None:
+def test_after_a_rewind_the_erasure_hash_of_a_session_is_computed_from_its_current_tokens() -> None:
     """The rewind took only a part of the tokens since its last mark but one."""
     marker, after = Marker("a"), as_tokens([*range(250), *range(900, 1000)])
     marker.mark(as_tokens(range(300)))
     assert marker.mark(after) == Marker("a").mark(after)
 
 
-def test_erase_marks_differ_by_tenant_and_depend_on_all_tokens_before_them() -> None:
+def test_erasure_hashes_differ_by_tenant_and_depend_on_all_preceding_tokens() -> None:
     """With `shared`, marks also depend on the number of first tokens that are kept."""
     packed, other = pack(range(300)), pack([9, *range(1, 200)])
     marks = Marks.of("a", packed, shared=140)
@@ -282,7 +284,7 @@ def test_erase_marks_differ_by_tenant_and_depend_on_all_tokens_before_them() -> 
     assert not marks.has(Marker("a").mark(unpack(other)), 200)
 
 
-async def test_an_erase_is_not_confirmed_while_files_of_an_unknown_format_version_exist(
+async def test_an_erase_is_not_confirmed_while_the_cache_has_files_of_an_unknown_format_version(
     open_store, tmp_path
 ) -> None:
     await (await stored(open_store, TOKENS, OTHER)).close()
@@ -295,7 +297,7 @@ async def test_an_erase_is_not_confirmed_while_files_of_an_unknown_format_versio
     assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
 
 
-async def test_an_erase_syncs_the_directory_after_it_removed_the_last_file(
+async def test_an_erase_syncs_the_directory_after_the_removal_of_the_last_file(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -373,7 +375,9 @@ async def test_an_erase_removes_unfinished_files_of_interrupted_writes(open_stor
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_chain_of_more_than_a_thousand_blocks_is_forgotten_completely(open_store, gate) -> None:
+async def test_erasing_a_session_of_more_than_a_thousand_blocks_removes_all_of_its_blocks(
+    open_store, gate
+) -> None:
     store, tokens = await open_store(identity=identity(block_tokens=2)), list(range(1100 * 2))
     kv = cut(tokens[:2], Span(0, 2))
     for start in range(0, len(tokens), 2):
@@ -384,7 +388,7 @@ async def test_a_chain_of_more_than_a_thousand_blocks_is_forgotten_completely(op
     assert len(store._index) == store.stats().stored == 0
 
 
-async def test_clear_returns_false_as_long_as_a_file_cannot_be_removed(
+async def test_clearing_a_cache_returns_false_as_long_as_a_file_cannot_be_removed(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)

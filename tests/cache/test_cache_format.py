@@ -45,7 +45,9 @@ def load(path, layout=None, num_tokens=BLOCK, **changes):
     return blank.arrays()
 
 
-def test_short_writes_of_a_few_bytes_produce_the_same_file(path, tmp_path, monkeypatch) -> None:
+def test_a_snapshot_written_by_short_system_writes_of_a_few_bytes_gives_the_same_file(
+    path, tmp_path, monkeypatch
+) -> None:
     at_a_time, writev = random.Random(7), os.writev
 
     def take(file, buffers):
@@ -61,7 +63,7 @@ def test_short_writes_of_a_few_bytes_produce_the_same_file(path, tmp_path, monke
     assert other.read_bytes() == path.read_bytes()
 
 
-def test_the_safetensors_library_reads_a_snapshot_file(path) -> None:
+def test_the_safetensors_library_reads_the_tensors_of_a_snapshot_file(path) -> None:
     assert_is_kv_of(load_file(path), TOKENS)
     with safe_open(path, "np") as file:
         metadata = file.metadata()
@@ -69,7 +71,7 @@ def test_the_safetensors_library_reads_a_snapshot_file(path) -> None:
     assert metadata["tokens"] == NAME.tokens.hex()
 
 
-def test_bfloat16_tensors_are_read_back_bit_by_bit(tmp_path) -> None:
+def test_bfloat16_tensors_of_a_snapshot_file_are_read_back_bit_for_bit(tmp_path) -> None:
     """numpy has no bfloat16, so the bytes must be passed to MLX unchanged."""
     whole = mx.random.normal((1, HEADS, BLOCK, 8)).astype(mx.bfloat16)
     mx.eval(whole)
@@ -83,7 +85,7 @@ def test_bfloat16_tensors_are_read_back_bit_by_bit(tmp_path) -> None:
     assert mx.array_equal(keys[:, :, :BLOCK].view(mx.uint16), whole.view(mx.uint16))
 
 
-def test_a_file_with_a_flipped_bit_anywhere_is_rejected(path) -> None:
+def test_a_snapshot_file_with_any_single_bit_flipped_is_rejected(path) -> None:
     whole = path.read_bytes()
     header_end = 8 + struct.unpack("<Q", whole[:8])[0]
     chance = random.Random(1)
@@ -97,13 +99,13 @@ def test_a_file_with_a_flipped_bit_anywhere_is_rejected(path) -> None:
             load(path)
 
 
-def test_a_file_with_an_extra_byte_is_rejected(path) -> None:
+def test_a_snapshot_file_with_an_extra_byte_is_rejected(path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
     with pytest.raises(DoubtfulSnapshotError, match="do not cover"):
         load(path)
 
 
-def test_a_link_to_a_valid_file_is_rejected(path, tmp_path) -> None:
+def test_a_symbolic_link_to_a_valid_snapshot_file_is_rejected(path, tmp_path) -> None:
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DoubtfulSnapshotError, match="unreadable"):
@@ -119,7 +121,7 @@ def test_a_link_to_a_valid_file_is_rejected(path, tmp_path) -> None:
         ({"layout": (("0.keys", "F32", (HEADS, 99)),)}, "unlike"),
     ],
 )
-def test_an_intact_file_of_other_tokens_another_model_or_another_layout_is_rejected(
+def test_an_intact_snapshot_file_of_other_tokens_another_model_or_another_layout_is_rejected(
     path, changes, reason
 ) -> None:
     with pytest.raises(DoubtfulSnapshotError, match=reason):
@@ -149,6 +151,7 @@ def at(*keys, value):
         else:
             inner[keys[-1]] = value
 
+    change.__name__ = f"{'.'.join(keys)} = {str(value)[:40]}"  # the test's id
     return change
 
 
@@ -191,23 +194,25 @@ def rename_tensor(fields):
         at("__metadata__", "digest", value="00" * 32),
         at("__metadata__", "identity", value=None),
         rename_tensor,
-        lambda fields: {"__metadata__": fields["__metadata__"]},
+        pytest.param(lambda fields: {"__metadata__": fields["__metadata__"]}, id="no tensors"),
     ],
 )
-def test_a_wrong_header_is_rejected_even_if_its_checksum_is_valid(path, change) -> None:
+def test_a_snapshot_file_with_a_wrong_header_is_rejected_even_if_the_header_checksum_is_valid(
+    path, change
+) -> None:
     forge(path, change)
     with pytest.raises(DoubtfulSnapshotError):
         load(path)
 
 
-def test_a_file_renamed_to_another_digest_is_rejected(path, tmp_path) -> None:
+def test_a_snapshot_file_renamed_to_another_digest_is_rejected(path, tmp_path) -> None:
     assert read_name(path) == NAME
     moved = path.rename(tmp_path / f"{'00' * 32}.safetensors")
     with pytest.raises(DoubtfulSnapshotError, match="another snapshot"):
         read_name(moved)
 
 
-def test_encoding_tensors_that_do_not_match_the_number_of_tokens_raises_an_error() -> None:
+def test_encoding_a_snapshot_whose_tensors_do_not_match_its_number_of_tokens_raises_an_error() -> None:
     with pytest.raises(ValueError, match="not a snapshot of 4 tokens"):
         snapshot_format.encode(NAME, IDENTITY, cut(TOKENS, Span(0, 3)))
     with pytest.raises(ValueError, match="not a snapshot"):
@@ -228,7 +233,7 @@ def chain_of_two(folder, tokens):
 
 @pytest.mark.parametrize("num_read", [5, 8])
 @pytest.mark.parametrize("own_memory", [False, True], ids=["in place", "copied to the device"])
-def test_blocks_are_read_into_one_array_and_the_last_block_may_be_read_in_part(
+def test_a_restore_reads_blocks_into_one_array_and_of_the_last_block_only_the_needed_tokens(
     tmp_path, monkeypatch, num_read, own_memory
 ) -> None:
     """Also on devices where the CPU cannot write into MLX's arrays."""
@@ -250,7 +255,9 @@ def test_blocks_are_read_into_one_array_and_the_last_block_may_be_read_in_part(
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, BLOCK])
-def test_short_reads_of_a_few_bytes_still_give_the_whole_file(path, monkeypatch, num_tokens) -> None:
+def test_a_snapshot_read_by_short_system_reads_of_a_few_bytes_is_read_whole(
+    path, monkeypatch, num_tokens
+) -> None:
     readv = os.readv
 
     def slow(file, buffers):
@@ -262,18 +269,22 @@ def test_short_reads_of_a_few_bytes_still_give_the_whole_file(path, monkeypatch,
     assert snapshot_format.prove(path) == NAME
 
 
-def test_a_file_that_needs_more_buffers_than_a_system_call_takes_is_read(path, monkeypatch) -> None:
+def test_a_snapshot_file_with_more_buffers_than_one_readv_call_accepts_is_read_whole(
+    path, monkeypatch
+) -> None:
     monkeypatch.setattr(snapshot_format, "_MAX_BUFFERS", 3)
     assert_is_kv_of(load(path), TOKENS)
 
 
-def test_a_file_is_rejected_even_if_only_an_unused_part_of_it_is_damaged(path) -> None:
+def test_a_snapshot_file_is_rejected_even_if_only_a_part_that_the_restore_does_not_need_is_damaged(
+    path,
+) -> None:
     flip(path)
     with pytest.raises(DoubtfulSnapshotError, match="checksum"):
         load(path, num_tokens=1)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_rejected(path, monkeypatch) -> None:
+def test_a_snapshot_file_that_is_truncated_while_being_read_is_rejected(path, monkeypatch) -> None:
     readv = os.readv
 
     def late(file, buffers):
@@ -288,7 +299,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_rejected(path, monkeypatch) -> 
         snapshot_format.read(path, *wanted, layout=layout, places=blank.places)
 
 
-def test_verifying_a_file_detects_damage_in_its_last_byte(path) -> None:
+def test_verifying_a_snapshot_file_detects_damage_in_its_last_byte(path) -> None:
     assert snapshot_format.prove(path) == NAME
     flip(path)
     with pytest.raises(DoubtfulSnapshotError, match="checksum"):

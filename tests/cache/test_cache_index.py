@@ -24,7 +24,7 @@ def name(tokens, parent=ROOT) -> Name:
     return Name(parent, 0 if parent == ROOT else 4, pack(tokens))
 
 
-def test_snapshots_of_one_chain_that_were_used_together_are_evicted_from_its_end() -> None:
+def test_snapshots_of_a_session_that_were_last_used_together_are_evicted_last_position_first() -> None:
     index = SnapshotIndex(lambda: 0.0)
     one = index.add(name((1, 2)), 1)
     two = index.add(Name(one.digest, 2, pack((3,))), 1)
@@ -43,7 +43,7 @@ def test_snapshots_of_one_chain_that_were_used_together_are_evicted_from_its_end
     assert index.oldest() is one
 
 
-def test_a_snapshot_that_was_removed_while_in_use_is_neither_held_nor_evicted_after_its_release() -> None:
+def test_a_snapshot_removed_while_in_use_is_no_longer_counted_or_evictable_after_its_release() -> None:
     index = SnapshotIndex(lambda: 0.0)
     node = index.add(name((1, 2)), 1)
     index.mark_durable(node)
@@ -53,7 +53,7 @@ def test_a_snapshot_that_was_removed_while_in_use_is_neither_held_nor_evicted_af
     assert (index.held_bytes, index.oldest()) == (0, None)
 
 
-def test_times_of_use_always_increase_even_if_the_clock_goes_back() -> None:
+def test_the_last_use_times_of_the_cache_index_increase_even_if_the_clock_goes_back() -> None:
     times = iter([5.0, 3.0, 5.0, 9.0])
     index = SnapshotIndex(lambda: next(times))
     assert [index.next_use() for _ in range(4)] == [5_000_000, 5_000_001, 5_000_002, 9_000_000]
@@ -86,7 +86,7 @@ async def assert_finds_everything(open_store) -> None:
     ],
     ids=["lost", "empty", "overwritten", "cut short", "garbled", "another version"],
 )
-async def test_a_missing_or_damaged_index_is_rebuilt_from_the_files_and_the_rebuild_is_logged(
+async def test_a_missing_or_damaged_cache_index_is_rebuilt_from_the_snapshot_files_with_a_log_line(
     open_store, tmp_path, damage
 ) -> None:
     await stored_once(open_store)
@@ -122,7 +122,9 @@ async def test_a_missing_or_damaged_index_is_rebuilt_from_the_files_and_the_rebu
         "digest = 'text'",
     ],
 )
-async def test_a_changed_index_row_is_rebuilt_from_its_file(open_store, tmp_path, change) -> None:
+async def test_a_wrong_row_of_the_cache_index_is_replaced_from_its_snapshot_file(
+    open_store, tmp_path, change
+) -> None:
     """SQLite itself has no checksums, so each row has one."""
     await stored_once(open_store)
     columns = "SELECT digest, parent, start, num_tokens, size_bytes, resumable, mark, proof FROM snapshot"
@@ -141,7 +143,7 @@ async def test_a_changed_index_row_is_rebuilt_from_its_file(open_store, tmp_path
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-async def test_opening_a_store_removes_a_piece_of_a_tail_whose_earlier_piece_is_missing(
+async def test_opening_a_store_removes_a_partial_block_whose_preceding_partial_block_is_missing(
     open_store, tmp_path, *, is_folder: bool
 ) -> None:
     """Nothing finds it, and an erasure would not either; nor a folder that is in its place."""
@@ -162,7 +164,7 @@ async def test_opening_a_store_removes_a_piece_of_a_tail_whose_earlier_piece_is_
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-async def test_opening_a_store_that_cannot_read_its_files_fails_and_moves_no_file_away(
+async def test_opening_a_store_that_cannot_read_its_files_fails_and_quarantines_no_file(
     open_store, tmp_path, monkeypatch, *, is_whole: bool
 ) -> None:
     """Without its index, or without the first block, as after an eviction that was cut short."""
@@ -186,7 +188,9 @@ async def test_opening_a_store_that_cannot_read_its_files_fails_and_moves_no_fil
         await assert_finds_everything(open_store)
 
 
-async def test_unfinished_files_of_an_earlier_process_are_removed_and_logged(open_store, tmp_path) -> None:
+async def test_opening_a_store_removes_and_logs_unfinished_files_of_an_earlier_process(
+    open_store, tmp_path
+) -> None:
     await stored_once(open_store)
     (tmp_path / "cache" / "tmp" / ("cd" * 32)).write_bytes(b"half")
     with capture_logs() as logs:

@@ -81,7 +81,9 @@ def state(cache, start, end, row=0) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array(part[row : row + 1, :, start:end]) for part in (cache.keys, cache.values))
 
 
-async def test_attention_never_reads_the_unused_memory_behind_a_restored_session(model, open_store) -> None:
+async def test_attention_over_restored_kv_never_reads_the_unused_array_memory_behind_its_last_token(
+    model, open_store
+) -> None:
     """That memory is undefined; here it is NaN, which would be in all results if attention read it."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(3 * BLOCK + 1)
@@ -100,7 +102,9 @@ async def test_attention_never_reads_the_unused_memory_behind_a_restored_session
     assert decode(model, again, prefill(model, again, [*tokens, 9, 9]), 20) == expected
 
 
-def test_kv_copied_in_one_transfer_equals_kv_copied_array_by_array(model, monkeypatch) -> None:
+def test_kv_copied_from_the_device_in_one_transfer_equals_kv_copied_array_by_array(
+    model, monkeypatch
+) -> None:
     """CUDA uses one transfer. This includes states of several dtypes."""
     caches = [*make_prompt_cache(model), ArraysCache(2)]
     prefill(model, caches[:-1], list(range(BLOCK)))
@@ -115,7 +119,7 @@ def test_kv_copied_in_one_transfer_equals_kv_copied_array_by_array(model, monkey
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (4, 3), (0, 13)])
-def test_copying_tokens_that_the_cache_does_not_hold_raises_an_error(model, start, end) -> None:
+def test_copying_kv_of_tokens_that_the_layer_cache_does_not_hold_raises_an_error(model, start, end) -> None:
     """Caches allocate memory in advance: without the check, zeros would be saved as KV."""
     caches = make_prompt_cache(model)
     prefill(model, caches, prompt(12))
@@ -123,7 +127,9 @@ def test_copying_tokens_that_the_cache_does_not_hold_raises_an_error(model, star
         layers.cut(caches, start, end)
 
 
-def test_the_check_of_a_models_caches_names_the_first_unsupported_class(model) -> None:
+def test_the_check_of_a_models_layer_caches_returns_the_name_of_the_first_unsupported_cache_class(
+    model,
+) -> None:
     class Odd(KVCache):
         pass
 
@@ -134,7 +140,7 @@ def test_the_check_of_a_models_caches_names_the_first_unsupported_class(model) -
     assert layers.unsupported([caches[0], CacheList(caches[1], Odd()), KVCache()]) == "Odd"
 
 
-def test_the_description_of_a_models_caches_lists_their_classes_and_parameters(model) -> None:
+def test_the_description_of_a_models_layer_caches_lists_their_classes_and_parameters(model) -> None:
     """Snapshots do not contain them. They are a part of the model's identity."""
     assert layers.describe(make_prompt_cache(model)) == "2*KVCache"
     caches = [
@@ -148,7 +154,7 @@ def test_the_description_of_a_models_caches_lists_their_classes_and_parameters(m
     )
 
 
-def test_trimming_shortens_concatenating_caches_and_cache_lists() -> None:
+def test_trimming_a_concatenate_cache_or_a_cache_list_removes_exactly_the_last_tokens() -> None:
     """mlx-lm's trim of `ConcatenateKVCache` leaves the old tokens before the new ones."""
     joined, listed = ConcatenateKVCache(), KVCache()
     first, second = mx.random.normal((1, 2, 10, 4)), mx.random.normal((1, 2, 3, 4))

@@ -479,6 +479,8 @@ FEW = settings(
 Faithful.TestCase.settings = FEW
 WithKey.TestCase.settings = settings(FEW, max_examples=int(HUNT or 8))
 Cramped.TestCase.settings = FEW
-test_the_cache_finds_exactly_what_a_reference_model_finds = Faithful.TestCase
-test_an_encrypted_cache_finds_exactly_what_a_reference_model_finds = WithKey.TestCase
-test_a_cache_short_of_space_keeps_its_limits_and_never_restores_wrong_kv = Cramped.TestCase
+test_after_random_operations_the_cache_finds_exactly_what_a_reference_model_finds = Faithful.TestCase
+test_after_random_operations_an_encrypted_cache_finds_exactly_what_a_reference_model_finds = WithKey.TestCase
+test_random_operations_on_a_cache_short_of_disk_space_exceed_no_limit_and_restore_no_wrong_kv = (
+    Cramped.TestCase
+)

@@ -36,7 +36,7 @@ def common(ids: Sequence[int], others: Sequence[int]) -> int:
 
 
 @given(TOKENS, SIZES)
-def test_different_tenants_or_models_share_no_block_name(tokens, block) -> None:
+def test_blocks_of_different_tenants_or_models_never_have_the_same_name(tokens, block) -> None:
     other_tenant = chain(tokens, block, blocks.root(b"identity", "tenant2"))
     other_identity = chain(tokens, block, blocks.root(b"identitx", "tenant"))
     names = [*chain(tokens, block), *other_tenant, *other_identity]
@@ -44,14 +44,16 @@ def test_different_tenants_or_models_share_no_block_name(tokens, block) -> None:
 
 
 @given(TOKENS, TOKENS, SIZES)
-def test_two_sessions_share_the_names_of_the_blocks_before_their_first_different_token(
+def test_two_sessions_share_exactly_the_names_of_the_full_blocks_before_their_first_different_token(
     ids, others, block
 ) -> None:
     assert len({*chain(ids, block)} & {*chain(others, block)}) == common(ids, others) // block
 
 
 @given(st.integers(0, 50), st.integers(0, 50), SIZES)
-def test_spans_are_aligned_full_blocks_and_at_most_one_tail(start, end, block) -> None:
+def test_a_token_range_is_divided_into_aligned_full_blocks_and_at_most_one_partial_block_at_its_end(
+    start, end, block
+) -> None:
     spans = blocks.spans(start, end, block)
     if start >= end:
         assert spans == []
@@ -64,7 +66,7 @@ def test_spans_are_aligned_full_blocks_and_at_most_one_tail(start, end, block) -
 
 
 @given(st.data())
-def test_tokens_behave_like_a_plain_list_after_any_slices_and_appends(data) -> None:
+def test_a_token_sequence_equals_a_plain_list_after_any_slices_and_appends(data) -> None:
     """Sequences that were made from one another share memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cache.names.tokens._PART", 4)
@@ -88,7 +90,7 @@ def test_tokens_behave_like_a_plain_list_after_any_slices_and_appends(data) -> N
                 assert tokens.num_common(other) == common(ids, theirs)
 
 
-def test_a_copy_of_tokens_for_a_fork_or_a_chain_has_their_images_too() -> None:
+def test_copying_a_token_sequence_for_a_fork_copies_its_images_and_block_names() -> None:
     tokens = as_tokens(range(9), [ImageSpan(2, 6, b"picture")])
     tokens.chains[ROOT] = Chain(ROOT, 3, Policy(4, 64), "tenant")
     fork = tokens.apart()
@@ -100,7 +102,7 @@ def test_a_copy_of_tokens_for_a_fork_or_a_chain_has_their_images_too() -> None:
     assert [*copied.names(fork)] == names, "each has names of its own"
 
 
-def test_a_turn_does_not_pack_or_hash_a_session_of_a_million_tokens_again(monkeypatch) -> None:
+def test_a_turn_in_a_session_of_a_million_tokens_packs_and_hashes_only_its_own_tokens(monkeypatch) -> None:
     """A turn copies, compares and hashes only its own tokens."""
     session = as_tokens(range(1_000_000))
     names = session.chains.setdefault(ROOT, Chain(ROOT, 128))
@@ -120,12 +122,12 @@ def test_a_turn_does_not_pack_or_hash_a_session_of_a_million_tokens_again(monkey
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
-def test_packing_a_number_outside_uint32_raises_an_error(token) -> None:
+def test_packing_a_token_id_outside_uint32_raises_an_error(token) -> None:
     with pytest.raises(OverflowError):
         pack([token])
 
 
-def test_block_names_do_not_change_between_versions() -> None:
+def test_block_names_of_fixed_tokens_equal_the_values_recorded_for_all_versions() -> None:
     """With another digest here, a new version would find none of the snapshots stored before."""
     assert (
         chain([1, 2, 3, 4], 2)[-1].hex() == "19f467dee241a6ed494c60118e638adde30465b61388351438c6019c03b4bc57"
@@ -189,7 +191,9 @@ def test_a_chat_template_in_any_file_does_not_change_the_identity_of_a_model(fol
     assert take(folder) != before
 
 
-def test_code_dtype_block_size_policy_and_cache_classes_each_change_the_identity_of_a_model(folder) -> None:
+def test_changing_the_code_dtype_block_size_policy_or_cache_classes_changes_the_identity_of_a_model(
+    folder,
+) -> None:
     variants = [
         take(folder),
         take(folder, code="other"),
@@ -201,7 +205,7 @@ def test_code_dtype_block_size_policy_and_cache_classes_each_change_the_identity
     assert len({identity.digest() for identity in variants}) == 6
 
 
-def test_weight_files_that_swap_their_contents_give_a_model_another_identity(folder) -> None:
+def test_swapping_the_contents_of_two_weight_files_changes_the_identity_of_the_model(folder) -> None:
     one, two = folder / "model-1.safetensors", folder / "model-2.safetensors"
     before = take(folder).weights
     content = one.read_bytes(), two.read_bytes()
@@ -210,7 +214,7 @@ def test_weight_files_that_swap_their_contents_give_a_model_another_identity(fol
     assert take(folder).weights != before
 
 
-def test_a_cached_weight_digest_is_not_used_after_a_change_that_keeps_size_and_mtime(
+def test_a_cached_weight_digest_is_not_used_for_a_changed_file_with_the_same_size_and_mtime(
     folder, tmp_path
 ) -> None:
     memo = tmp_path / "digests.json"
@@ -242,7 +246,9 @@ def test_the_digest_of_weights_is_the_same_if_the_file_of_cached_digests_cannot_
     assert files_digest(weights, memo=tmp_path / "file" / "digests.json") == files_digest(weights)
 
 
-def test_weights_hashed_in_advance_are_not_read_again(folder, tmp_path, monkeypatch) -> None:
+def test_weight_files_hashed_in_advance_are_not_read_again_for_the_identity_of_the_model(
+    folder, tmp_path, monkeypatch
+) -> None:
     memo, read = tmp_path / "digests.json", []
     hash_weights(folder, memo)
     digest = identity._file_digest
@@ -252,7 +258,7 @@ def test_weights_hashed_in_advance_are_not_read_again(folder, tmp_path, monkeypa
     hash_weights(tmp_path / "nowhere", memo)
 
 
-def test_a_model_folder_without_weights_is_refused(tmp_path) -> None:
+def test_computing_the_identity_of_a_model_folder_without_weights_raises_an_error(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no \*.safetensors"):
         take(tmp_path)
 
@@ -282,7 +288,7 @@ def names(tokens: Tokens) -> list[bytes]:
     return [*Chain(IMAGE_ROOT, IMAGE_BLOCK).names(tokens)]
 
 
-def test_an_image_changes_the_names_of_its_own_and_later_blocks_but_of_none_before_it() -> None:
+def test_an_image_changes_the_names_of_its_own_and_all_later_blocks_but_not_of_earlier_blocks() -> None:
     text = [*range(20, 40)]
     plain, one, two = (made(text, part, text)[0] for part in ([7] * 20, (ONE, 20), (TWO, 20)))
     assert plain.ids() == one.ids() == two.ids()
@@ -292,7 +298,7 @@ def test_an_image_changes_the_names_of_its_own_and_later_blocks_but_of_none_befo
     assert names(made(text, (ONE, 20), text)[0]) == found[1]
 
 
-def test_the_name_of_a_block_with_part_of_an_image_depends_on_the_offset_in_the_image() -> None:
+def test_the_name_of_a_block_depends_on_which_part_of_an_image_the_block_contains() -> None:
     """The same picture one token earlier or later is another block, even where the ids are equal."""
     early, late = made([7] * 14, (ONE, 9), [7] * 9)[0], made([7] * 15, (ONE, 9), [7] * 8)[0]
     assert early.ids() == late.ids()
@@ -300,7 +306,7 @@ def test_the_name_of_a_block_with_part_of_an_image_depends_on_the_offset_in_the_
     assert names(early)[2] != names(late)[2]
 
 
-def test_two_token_histories_share_exactly_the_prefix_with_equal_text_and_images() -> None:
+def test_two_token_sequences_share_exactly_the_prefix_with_equal_text_and_images() -> None:
     rng = random.Random(3)
 
     def some() -> list[list[int] | tuple[bytes, int]]:
@@ -320,7 +326,7 @@ def test_two_token_histories_share_exactly_the_prefix_with_equal_text_and_images
         assert (one.digest() == two.digest()) is (first == second)
 
 
-def test_a_token_history_with_images_can_be_cut_and_continued_at_any_position() -> None:
+def test_a_token_sequence_with_images_can_be_cut_and_continued_at_any_position() -> None:
     tokens, contents = made([1, 2, 3], (ONE, 6000), [4] * 10, (TWO, 30), [5])
     for at in (0, 2, 3, 4, 4096, 6002, 6003, 6020, len(tokens)):
         head = tokens[:at]
@@ -332,7 +338,7 @@ def test_a_token_history_with_images_can_be_cut_and_continued_at_any_position() 
             assert head + tokens[at:] == tokens
 
 
-def test_an_images_tokens_are_stored_in_results_as_the_ids_that_the_model_runs() -> None:
+def test_results_store_the_tokens_of_an_image_as_the_token_ids_that_the_model_runs() -> None:
     tokens, _ = made([1], (ONE, 5), [2])
     assert from_compact(to_compact(tokens)).ids() == tokens.ids()
     assert tokens.ids().tolist() == [1, 7, 7, 7, 7, 7, 2]

@@ -49,13 +49,15 @@ def take(directory: Path, source: Path) -> archive.Transfer:
     return archive.import_files(directory, source, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_other_users_have_no_access_to_any_file_of_a_cache(open_store, tmp_path) -> None:
+async def test_the_files_of_a_cache_give_other_users_of_the_system_no_access(open_store, tmp_path) -> None:
     await stored(open_store, TOKENS)
     assert (tmp_path / "cache" / "index.sqlite-wal").exists()
     assert open_to_others(tmp_path / "cache") == []
 
 
-async def test_opening_a_store_removes_other_users_access_to_its_files(open_store, filled, tmp_path) -> None:
+async def test_opening_a_store_removes_the_access_of_other_system_users_to_its_files(
+    open_store, filled, tmp_path
+) -> None:
     outside = tmp_path / "mine.txt"
     outside.write_text("")
     (filled / "snapshots" / f"{'ab' * 32}.safetensors").symlink_to(outside)
@@ -73,7 +75,9 @@ async def test_opening_a_store_removes_other_users_access_to_its_files(open_stor
     assert stat.S_IMODE((filled / "quarantine").stat().st_mode) == 0o700
 
 
-def test_opening_a_data_directory_removes_other_users_access_to_its_private_folders(tmp_path) -> None:
+def test_opening_a_data_directory_removes_the_access_of_other_system_users_to_its_private_folders(
+    tmp_path,
+) -> None:
     DataDir.open(tmp_path / "data").close()
     for path in (tmp_path / "data").iterdir():
         path.chmod(0o777)
@@ -81,14 +85,16 @@ def test_opening_a_data_directory_removes_other_users_access_to_its_private_fold
         assert open_to_others(tmp_path / "data") == ["models", "worker.lock"], "which say nothing of anybody"
 
 
-async def test_a_command_that_removes_other_users_access_prints_only_its_json_on_stdout(filled) -> None:
+async def test_a_command_with_the_option_json_prints_only_json_even_if_it_removes_other_users_access(
+    filled,
+) -> None:
     filled.chmod(0o755)
     said = CliRunner().invoke(main, ["cache", "prune", "--to-bytes", "0", "--json", "--dir", str(filled)])
     assert json.loads(said.stdout)["files"] == 3
     assert "cache_closed_to_others" in said.stderr
 
 
-async def test_an_archive_is_readable_only_by_its_owner_and_never_written_through_a_link(
+async def test_an_exported_archive_is_readable_only_by_its_owner_and_never_written_through_a_symbolic_link(
     filled, tmp_path
 ) -> None:
     target, victim = tmp_path / "all.tar", tmp_path / "victim"
@@ -101,7 +107,9 @@ async def test_an_archive_is_readable_only_by_its_owner_and_never_written_throug
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
 
 
-async def test_an_archive_is_a_plain_tar_without_extended_headers_or_user_names(filled, tmp_path) -> None:
+async def test_an_exported_archive_is_a_plain_tar_without_extended_headers_or_user_names(
+    filled, tmp_path
+) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
     with tarfile.open(tmp_path / "all.tar", "r:") as tar:
         members = tar.getmembers()
@@ -112,7 +120,7 @@ async def test_an_archive_is_a_plain_tar_without_extended_headers_or_user_names(
     )
 
 
-async def test_an_export_leaves_out_a_symbolic_link(filled, tmp_path) -> None:
+async def test_cache_export_leaves_out_symbolic_links(filled, tmp_path) -> None:
     """The link's target could change between the check and the read."""
     first, *others, leaf = sorted((filled / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     first.rename(tmp_path / "elsewhere")
@@ -122,7 +130,7 @@ async def test_an_export_leaves_out_a_symbolic_link(filled, tmp_path) -> None:
         assert set(tar.getnames()) == {path.name for path in (*others, leaf)}
 
 
-async def test_importing_a_compressed_archive_is_refused(filled, tmp_path) -> None:
+async def test_cache_import_refuses_a_compressed_archive(filled, tmp_path) -> None:
     """A few kilobytes could unpack to more than the disk can hold."""
     archive.export(filled, None, tmp_path / "all.tar")
     for kind in ("gz", "bz2", "xz"):
@@ -145,7 +153,7 @@ EMPTY = [
 ]
 
 
-async def test_an_import_takes_only_regular_files_from_an_archive(open_store, filled, tmp_path) -> None:
+async def test_cache_import_takes_only_regular_files_from_an_archive(open_store, filled, tmp_path) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
     with tarfile.open(tmp_path / "all.tar", "r:") as tar:
         name = tar.getnames()[0]
@@ -164,7 +172,7 @@ async def test_an_import_takes_only_regular_files_from_an_archive(open_store, fi
     assert list((tmp_path / "there" / "snapshots").iterdir()) == []
 
 
-async def test_an_import_skips_huge_extended_headers_without_reading_them_into_memory(
+async def test_cache_import_skips_huge_extended_tar_headers_without_reading_them_into_memory(
     open_store, filled, tmp_path, monkeypatch
 ) -> None:
     """Each header has 1 GiB, in a sparse file."""
@@ -203,8 +211,9 @@ async def test_an_import_skips_huge_extended_headers_without_reading_them_into_m
         (lambda whole: b"\x00" + whole[1:], "bad checksum"),
         (lambda whole: whole.rstrip(b"\0"), "header|ends"),
     ],
+    ids=["cut in a file", "cut after a header", "cut in a header", "empty", "one byte changed", "no end"],
 )
-async def test_importing_a_truncated_or_damaged_archive_fails_and_says_why(
+async def test_cache_import_of_a_truncated_or_damaged_archive_fails_with_the_reason(
     open_store, filled, tmp_path, spoil, why
 ) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
@@ -216,7 +225,7 @@ async def test_importing_a_truncated_or_damaged_archive_fails_and_says_why(
     assert list((tmp_path / "there" / "tmp").iterdir()) == []
 
 
-async def test_importing_an_archive_member_with_a_negative_size_is_refused(filled, tmp_path) -> None:
+async def test_cache_import_refuses_an_archive_member_with_a_negative_size(filled, tmp_path) -> None:
     header = bytearray(tarfile.TarInfo("x").tobuf(tarfile.GNU_FORMAT))
     header[124:136] = b"\xff" * 10 + b"\xfe\x00"  # -512, in base 256
     header[148:156] = b" " * 8
@@ -226,7 +235,9 @@ async def test_importing_an_archive_member_with_a_negative_size_is_refused(fille
         take(filled, tmp_path / "bad.tar")
 
 
-async def test_an_import_stops_after_a_thousand_members_that_are_no_snapshots(filled, tmp_path) -> None:
+async def test_cache_import_stops_after_a_thousand_archive_members_that_are_not_snapshots(
+    filled, tmp_path
+) -> None:
     with tarfile.open(tmp_path / "bad.tar", "w") as tar:
         for i in range(1100):
             tar.addfile(tarfile.TarInfo(f"{i}.jpg"))

@@ -84,7 +84,7 @@ def in_tier(tmp_path: Path) -> list[Path]:
     return [path for path, name in names if "identities" not in name and "erased" not in name]
 
 
-async def test_a_store_restores_blocks_and_tail_that_another_store_put_in_the_shared_tier(
+async def test_a_store_restores_full_and_partial_blocks_that_another_store_uploaded_to_the_remote_tier(
     open_two: Any,
 ) -> None:
     one, two = await open_two()
@@ -95,7 +95,9 @@ async def test_a_store_restores_blocks_and_tail_that_another_store_put_in_the_sh
     assert (await two.kv.find_remote(two.kv.chain("a"), TOKENS)) is None, "it has all of it now"
 
 
-async def test_a_store_fetches_from_the_tier_only_the_blocks_it_lacks(open_two: Any) -> None:
+async def test_a_store_fetches_from_the_remote_tier_only_the_blocks_that_it_lacks_locally(
+    open_two: Any,
+) -> None:
     one, two = await open_two()
     await put(two, TOKENS[:4])
     await put(one, TOKENS)
@@ -104,7 +106,9 @@ async def test_a_store_fetches_from_the_tier_only_the_blocks_it_lacks(open_two: 
     assert (len(found.links), found.num_tokens) == (2, 10)
 
 
-async def test_a_full_block_replaces_its_tail_pieces_in_the_tier(open_two: Any, tmp_path: Path) -> None:
+async def test_uploading_a_full_block_removes_its_partial_blocks_from_the_remote_tier(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, _ = await open_two()
     await put(one, TOKENS[:9])
     await put(one, TOKENS[:11])
@@ -112,7 +116,7 @@ async def test_a_full_block_replaces_its_tail_pieces_in_the_tier(open_two: Any, 
     assert len(in_tier(tmp_path)) == 12 // BLOCK
 
 
-async def test_an_erase_by_one_store_removes_the_snapshots_from_the_shared_tier(
+async def test_an_erase_by_one_store_removes_the_snapshots_from_the_remote_tier(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -122,7 +126,7 @@ async def test_an_erase_by_one_store_removes_the_snapshots_from_the_shared_tier(
     assert await fetched(two, TOKENS) == 0
 
 
-async def test_an_erase_is_confirmed_only_if_the_directories_of_the_tier_could_be_synced(
+async def test_an_erase_is_confirmed_only_if_the_directories_of_the_remote_tier_could_be_synced(
     open_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
@@ -138,7 +142,9 @@ async def test_an_erase_is_confirmed_only_if_the_directories_of_the_tier_could_b
     assert not (await one.eraser.erase("a", pack(TOKENS))).settled
 
 
-async def test_an_erase_keeps_tier_blocks_that_other_sessions_continue(open_two: Any, tmp_path: Path) -> None:
+async def test_an_erase_keeps_remote_blocks_that_other_sessions_continue(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     other = [*TOKENS[:8], 77, 78]
@@ -148,7 +154,7 @@ async def test_an_erase_keeps_tier_blocks_that_other_sessions_continue(open_two:
     assert await fetched(one, other) == 10
 
 
-async def test_an_erasure_note_keeps_tier_blocks_that_another_session_of_this_store_continues(
+async def test_carrying_out_an_erasure_note_keeps_remote_blocks_that_another_session_continues(
     open_two: Any,
 ) -> None:
     one, two = await open_two()
@@ -160,7 +166,7 @@ async def test_an_erasure_note_keeps_tier_blocks_that_another_session_of_this_st
 
 
 @pytest.mark.parametrize("by_note", [True, False])
-async def test_snapshots_that_are_saved_again_after_their_erasure_are_uploaded_again(
+async def test_snapshots_saved_again_after_their_erasure_are_uploaded_to_the_remote_tier_again(
     open_two: Any, by_note: bool
 ) -> None:
     one, two = await open_two()
@@ -173,7 +179,7 @@ async def test_snapshots_that_are_saved_again_after_their_erasure_are_uploaded_a
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_two_turns_that_fetch_the_same_snapshots_leave_no_temporary_file(
+async def test_two_concurrent_fetches_of_the_same_snapshots_from_the_remote_tier_leave_no_temporary_file(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -185,7 +191,7 @@ async def test_two_turns_that_fetch_the_same_snapshots_leave_no_temporary_file(
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_an_erase_keeps_the_tier_block_of_first_tokens_that_are_marked_as_shared(
+async def test_an_erase_keeps_the_remote_block_of_the_first_tokens_if_they_are_declared_shared(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, _ = await open_two()
@@ -194,7 +200,7 @@ async def test_an_erase_keeps_the_tier_block_of_first_tokens_that_are_marked_as_
     assert len(in_tier(tmp_path)) == 1
 
 
-async def test_an_erase_removes_the_snapshots_of_another_model_from_the_tier_too(
+async def test_an_erase_removes_the_snapshots_of_all_models_from_the_remote_tier(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     one = await open_store(tmp_path / "one", tier=tier)
@@ -204,7 +210,7 @@ async def test_an_erase_removes_the_snapshots_of_another_model_from_the_tier_too
     assert in_tier(tmp_path) == []
 
 
-async def test_a_damaged_tier_file_is_removed_and_is_uploaded_again_once_its_block_is_saved_anew(
+async def test_a_damaged_file_of_the_remote_tier_is_removed_and_uploaded_again_when_its_block_is_saved(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -222,7 +228,7 @@ async def test_a_damaged_tier_file_is_removed_and_is_uploaded_again_once_its_blo
     assert len(in_tier(tmp_path)) == 3
 
 
-async def test_blocks_stored_before_a_tier_was_configured_are_uploaded_with_later_blocks(
+async def test_blocks_stored_before_a_remote_tier_was_configured_are_uploaded_together_with_later_blocks(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     one = await open_store(tmp_path / "one")
@@ -233,7 +239,7 @@ async def test_blocks_stored_before_a_tier_was_configured_are_uploaded_with_late
     assert await fetched(await open_store(tmp_path / "two", tier=tier), TOKENS) == 10
 
 
-async def test_blocks_whose_upload_to_the_tier_failed_are_uploaded_later(
+async def test_blocks_whose_upload_to_the_remote_tier_failed_are_uploaded_later(
     open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await open_two()
@@ -250,7 +256,7 @@ async def test_blocks_whose_upload_to_the_tier_failed_are_uploaded_later(
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_fetch_ends_before_the_first_block_that_the_tier_lacks(
+async def test_a_fetch_from_the_remote_tier_ends_before_the_first_block_that_the_tier_lacks(
     open_two: Any, tmp_path: Path, tier: Tier
 ) -> None:
     one, two = await open_two()
@@ -260,7 +266,7 @@ async def test_a_fetch_ends_before_the_first_block_that_the_tier_lacks(
     assert await fetched(two, TOKENS) == 4
 
 
-async def test_a_tier_whose_directory_was_removed_does_not_stop_local_saves_and_restores(
+async def test_local_saves_and_restores_continue_if_the_directory_of_the_remote_tier_is_removed(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -277,7 +283,7 @@ async def test_a_tier_whose_directory_was_removed_does_not_stop_local_saves_and_
     assert await fetched(two, [5, 6, 7, 8]) == 4
 
 
-async def test_a_tier_stays_within_its_limit_and_evicts_chains_from_their_ends(
+async def test_a_remote_tier_stays_within_its_size_limit_and_evicts_sessions_from_their_ends(
     open_store: Any, tmp_path: Path
 ) -> None:
     plenty = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
@@ -294,7 +300,7 @@ async def test_a_tier_stays_within_its_limit_and_evicts_chains_from_their_ends(
     assert await fetched(two, TOKENS) == 8, "the tail went first"
 
 
-def test_a_put_or_a_get_of_a_file_that_the_tier_has_counts_as_its_use(tmp_path: Path) -> None:
+def test_uploading_or_fetching_a_file_of_the_remote_tier_updates_its_last_use_time(tmp_path: Path) -> None:
     tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
     key, path = FileKey("0" * 64, "file"), tmp_path / "file"
     path.write_bytes(b"KV")
@@ -311,7 +317,7 @@ def test_an_invalid_object_store_url_raises_an_error_of_one_line(url: str) -> No
         ObjectStore(url)
 
 
-async def test_an_erase_in_a_full_tier_still_removes_the_snapshots_of_other_models(
+async def test_an_erase_in_a_full_remote_tier_still_removes_the_snapshots_of_other_models(
     open_store: Any, tmp_path: Path
 ) -> None:
     """The tier's files with the models' identities are the oldest, but must not be evicted."""
@@ -326,7 +332,9 @@ async def test_an_erase_in_a_full_tier_still_removes_the_snapshots_of_other_mode
     assert in_tier(tmp_path) == []
 
 
-async def test_a_tier_on_a_full_file_system_takes_no_snapshots(open_store: Any, tmp_path: Path) -> None:
+async def test_a_remote_tier_on_a_full_file_system_accepts_no_snapshots(
+    open_store: Any, tmp_path: Path
+) -> None:
     full = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=1 << 60)
     one = await open_store(tmp_path / "one", tier=full)
     await put(one, TOKENS)
@@ -334,7 +342,7 @@ async def test_a_tier_on_a_full_file_system_takes_no_snapshots(open_store: Any, 
     assert one.stats().remote_failed
 
 
-def test_a_full_tier_stops_evicting_once_a_removal_has_freed_no_space(
+def test_a_full_remote_tier_stops_evicting_once_a_removal_has_freed_no_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own"
@@ -352,13 +360,15 @@ def test_a_full_tier_stops_evicting_once_a_removal_has_freed_no_space(
     assert len(in_tier(tmp_path)) == 10
 
 
-async def test_a_workers_own_cache_directory_is_refused_as_a_tier(open_store: Any, tmp_path: Path) -> None:
+async def test_a_workers_own_cache_directory_is_refused_as_a_remote_tier(
+    open_store: Any, tmp_path: Path
+) -> None:
     await open_store(tmp_path / "one")
     with pytest.raises(FileExistsError, match="a worker's own directory"):
         SharedDirectory(tmp_path / "one", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_an_encrypted_tier_opens_only_with_its_key_and_its_file_names_reveal_no_snapshot_name(
+async def test_an_encrypted_remote_tier_opens_only_with_its_key_and_its_file_names_reveal_no_digest(
     open_store: Any, tmp_path: Path
 ) -> None:
     from cache.disk.encryption import EncryptedCodec
@@ -376,7 +386,7 @@ async def test_an_encrypted_tier_opens_only_with_its_key_and_its_file_names_reve
             SharedDirectory(tmp_path / "tier", other, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_an_erase_removes_even_the_tier_snapshots_of_a_policy_that_the_erasing_store_never_used(
+async def test_an_erase_removes_remote_snapshots_of_a_cache_policy_that_the_erasing_store_never_used(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -430,7 +440,7 @@ async def taken_over(store: Store, tokens: list[int]) -> None:
     assert_restored(await store.kv.load(store.kv.match(chain, tokens)), LAYOUT.under(WINDOW), tokens)
 
 
-async def test_only_the_visible_blocks_of_a_sink_window_session_are_fetched(
+async def test_only_the_visible_blocks_of_a_sink_window_session_are_fetched_from_the_remote_tier(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     watched: Any = Watched(tier)
@@ -450,7 +460,7 @@ async def test_only_the_visible_blocks_of_a_sink_window_session_are_fetched(
     assert two.kv.match(chain, LONG[:120]).num_tokens == 120
 
 
-async def test_an_erase_removes_even_the_tier_blocks_that_a_fetch_left_out(
+async def test_an_erase_removes_remote_blocks_that_an_earlier_fetch_left_out_as_not_visible(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     _, two = await windowed(open_store, tmp_path, tier)
@@ -462,7 +472,7 @@ async def test_an_erase_removes_even_the_tier_blocks_that_a_fetch_left_out(
     assert len(two._index) == 0
 
 
-async def test_an_erase_during_a_fetch_of_a_sink_window_session_leaves_no_blocks_in_the_index(
+async def test_an_erase_while_a_sink_window_session_is_fetched_leaves_none_of_its_blocks_in_the_index(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     _, two = await windowed(open_store, tmp_path, tier)
@@ -474,7 +484,9 @@ async def test_an_erase_during_a_fetch_of_a_sink_window_session_leaves_no_blocks
     assert len(two._index) == 0
 
 
-async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_path: Path) -> None:
+async def test_a_cancelled_fetch_from_the_remote_tier_leaves_no_temporary_file(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
@@ -489,7 +501,7 @@ async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_pat
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_file_that_arrives_after_its_fetch_was_cancelled_is_removed(
+async def test_a_file_that_arrives_from_the_remote_tier_after_its_fetch_was_cancelled_is_removed(
     open_two: Any, tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = await open_two()
@@ -514,7 +526,7 @@ async def test_a_file_that_arrives_after_its_fetch_was_cancelled_is_removed(
     await until(lambda: bool(arrived) and not list((tmp_path / "two" / "tmp").iterdir()))
 
 
-async def test_a_snapshot_evicted_before_its_upload_is_uploaded_once_it_is_saved_again(open_two: Any) -> None:
+async def test_a_snapshot_evicted_before_its_upload_is_uploaded_after_its_next_save(open_two: Any) -> None:
     one, two = await open_two()
     gate = threading.Event()
     one.remote._uploading.submit(lambda: gate.wait(10))
@@ -530,7 +542,7 @@ async def test_a_snapshot_evicted_before_its_upload_is_uploaded_once_it_is_saved
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_an_erase_during_a_fetch_of_other_tokens_does_not_count_as_a_failure_of_the_tier(
+async def test_an_erase_during_a_fetch_of_other_tokens_is_not_counted_as_a_failure_of_the_remote_tier(
     open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It removes all temporary files; the tier would get no snapshots for a while."""
@@ -550,7 +562,7 @@ async def test_an_erase_during_a_fetch_of_other_tokens_does_not_count_as_a_failu
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the_fetch(
+async def test_a_fetch_from_the_remote_tier_stores_no_blocks_of_tokens_that_were_erased_meanwhile(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -571,7 +583,9 @@ async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the
     assert not list((tmp_path / "two" / "tmp").iterdir())
 
 
-async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: Any, tmp_path: Path) -> None:
+async def test_an_erase_that_times_out_is_still_completed_in_the_remote_tier_afterwards(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, _ = await open_two()
     await put(one, TOKENS)
     assert not (await one.eraser.erase("a", pack(TOKENS), timeout_s=0.0)).settled
@@ -579,7 +593,7 @@ async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: 
     assert in_tier(tmp_path) == []
 
 
-async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_its_erasure_note_is_tried_again(
+async def test_carrying_out_an_erasure_note_again_repeats_an_erase_that_the_remote_tier_did_not_answer(
     open_two: Any, tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise every worker could still fetch the files."""
@@ -599,7 +613,7 @@ async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_its_erasur
     assert in_tier(tmp_path) == []
 
 
-async def test_a_tier_restored_from_a_backup_names_the_erasures_to_repeat_and_then_has_no_erased_block_left(
+async def test_a_remote_tier_restored_from_a_backup_reports_which_erasures_to_repeat_before_any_fetch(
     open_two: Any, tmp_path: Path
 ) -> None:
     """It says how far they are; nothing is fetched before. What another session continues stays."""
@@ -627,7 +641,7 @@ async def test_a_tier_restored_from_a_backup_names_the_erasures_to_repeat_and_th
     assert await fetched(two, GONE) == 132
 
 
-async def test_an_erase_removes_unfinished_copies_of_a_dead_process_from_the_shared_tier(
+async def test_an_erase_removes_unfinished_uploads_of_a_dead_process_from_the_remote_tier(
     open_two: Any, tmp_path: Path, tier: Tier
 ) -> None:
     one, _ = await open_two()

@@ -64,7 +64,9 @@ def keys_of(caches, start: int, end: int) -> list[float]:
     ]
 
 
-def test_under_the_policy_sink_window_plain_layers_get_ring_caches_and_other_layers_keep_theirs() -> None:
+def test_under_the_sink_window_policy_plain_layers_get_ring_caches_and_other_layers_keep_their_caches() -> (
+    None
+):
     made = model(
         KVCache, lambda: QuantizedKVCache(32, 8), lambda: RotatingKVCache(512), lambda: ArraysCache(2)
     )
@@ -83,13 +85,15 @@ def test_under_the_policy_sink_window_plain_layers_get_ring_caches_and_other_lay
 
 
 @pytest.mark.parametrize("make", [lambda: ChunkedKVCache(4), lambda: CacheList(KVCache(), ChunkedKVCache(4))])
-def test_a_policy_on_an_unsupported_layer_raises_an_error_that_names_the_layer(make) -> None:
+def test_making_sink_window_caches_for_an_unsupported_layer_class_raises_an_error_with_the_class(
+    make,
+) -> None:
     with pytest.raises(ValueError, match="sink_window is not for layers of ChunkedKVCache;"):
         layers.make(model(KVCache, make), POLICY)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 104, 105, 361, 1000])
-def test_live_bytes_of_a_ring_cache_count_only_its_visible_tokens(num_tokens) -> None:
+def test_the_size_reported_for_a_ring_cache_counts_only_its_visible_tokens(num_tokens) -> None:
     caches = run(layers.make(model(KVCache, KVCache), POLICY), 0, num_tokens)
     assert layers.live_bytes(caches) == POLICY.num_visible(num_tokens) * 2 * TOKEN_BYTES
     assert layers.allocated_bytes(caches) == min(-(-num_tokens // SLACK) * SLACK, 360) * 2 * TOKEN_BYTES
@@ -111,7 +115,7 @@ def test_a_ring_cache_rebuilt_from_copied_kv_holds_all_visible_tokens(num_tokens
         layers.rebuild(visible(caches, num_tokens), layers.make(model(KVCache, KVCache), POLICY), 7)
 
 
-def test_ring_layers_can_be_trimmed_only_to_positions_that_every_layer_allows() -> None:
+def test_ring_caches_of_several_layers_can_be_trimmed_only_to_positions_that_every_layer_allows() -> None:
     caches = run(layers.make(model(KVCache, lambda: RotatingKVCache(50)), POLICY, rings=True), 0, 1000)
     assert layers.trimmable(caches)
     assert layers.earliest(caches) == 1000 - SLACK
@@ -149,7 +153,7 @@ def test_a_ring_cache_cannot_be_forked_at_a_position_whose_window_it_has_overwri
         layers.fork(caches, rings(), 400)
 
 
-def test_a_fork_of_a_quantised_ring_has_the_codes_scales_and_biases_of_its_source() -> None:
+def test_a_fork_of_a_quantised_ring_cache_has_the_codes_scales_and_biases_of_its_source() -> None:
     made = model(KVCache, lambda: QuantizedKVCache(32, 8))
     quantised = layers.make(made, POLICY)[1]
     parts = [tuple(mx.quantize(mx.random.normal((1, 2, 9, 32)), 32, 8)) for _ in range(2)]
@@ -179,7 +183,7 @@ def _edges(end: int, cuts: list[int]) -> list[int]:
     end=st.integers(1, 3000),
     cuts=st.lists(st.integers(0, 3000), max_size=9),
 )
-def test_a_ring_cache_has_the_same_contents_however_its_tokens_are_split_into_writes(
+def test_a_ring_cache_holds_the_same_kv_however_its_tokens_are_split_into_writes(
     sink: int, window: int, end: int, cuts: list[int]
 ) -> None:
     whole, pieces, rebuilt = (RingCache(sink, window) for _ in range(3))
@@ -253,7 +257,7 @@ def counted(start: int, end: int) -> list[float]:
     return [float(at) for at in range(start, end)]
 
 
-def test_layers_with_attention_chunks_of_two_blocks_are_stored_by_tokens_and_others_as_states() -> None:
+def test_chunked_attention_layers_are_stored_by_token_if_a_chunk_has_two_blocks_and_else_as_states() -> None:
     """The class names differ, and are part of the model's identity, so the two kinds are never confused."""
     assert layers.describe(make_chunks(HALF)) == "ChunkCache(32) KVCache"
     assert layers.trimmable(make_chunks(HALF))
@@ -287,7 +291,7 @@ def test_a_chunked_attention_layer_rebuilt_from_copied_blocks_holds_all_visible_
         layers.rebuild({**tensors, "0.keys": tensors["0.keys"][..., 1:, :]}, make_chunks(), num_tokens)
 
 
-def test_a_chunked_attention_layer_can_be_copied_only_for_tokens_that_it_still_has() -> None:
+def test_copying_kv_that_a_chunked_attention_layer_no_longer_holds_raises_an_error() -> None:
     caches = run_chunks(make_chunks(), 0, 96)
     assert layers.holds(caches, 48, 96)
     assert not layers.holds(caches, 47, 96)
@@ -296,7 +300,7 @@ def test_a_chunked_attention_layer_can_be_copied_only_for_tokens_that_it_still_h
             layers.cut(caches, *span)
 
 
-def test_a_chunked_attention_layer_rewinds_only_into_chunks_whose_beginning_it_still_has() -> None:
+def test_a_chunked_attention_layer_can_be_rewound_only_into_chunks_whose_first_token_it_still_holds() -> None:
     caches = run_chunks(make_chunks(), 0, 90)
     layers.shrink(caches)
     assert (caches[0].start_position, layers.earliest(caches)) == (58, 64)

@@ -38,7 +38,7 @@ def snapshots(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("codec", [codecs.PLAIN, KEY], ids=["plain", "sealed"])
-async def test_files_of_an_encrypted_cache_show_no_tokens_or_digests_but_plain_files_do(
+async def test_files_of_an_encrypted_cache_contain_no_readable_tokens_or_digests_unlike_plain_files(
     open_store, tmp_path, codec
 ) -> None:
     store = await stored(open_store, TOKENS, codec=codec)
@@ -64,7 +64,7 @@ async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_encrypted_
 
 
 @pytest.mark.parametrize("column", ["digest", "num_tokens", "mark"])
-async def test_a_changed_index_row_of_an_encrypted_cache_is_rebuilt_from_its_file(
+async def test_a_wrong_index_row_of_an_encrypted_cache_is_replaced_from_its_snapshot_file(
     open_store, tmp_path, column: str
 ) -> None:
     await (await stored(open_store, TOKENS, codec=KEY)).close()
@@ -79,7 +79,7 @@ async def test_a_changed_index_row_of_an_encrypted_cache_is_rebuilt_from_its_fil
     assert await num_restored(store, TOKENS) == 10, "its file says it again"
 
 
-async def test_an_encrypted_file_with_one_changed_bit_is_rejected_and_quarantined(
+async def test_an_encrypted_snapshot_file_with_one_changed_bit_is_rejected_and_quarantined(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS, codec=KEY)
@@ -95,7 +95,9 @@ async def test_an_encrypted_file_with_one_changed_bit_is_rejected_and_quarantine
     assert [path.name for path in (tmp_path / "cache" / "quarantine").iterdir()] == [first.name]
 
 
-async def test_an_encrypted_file_under_another_name_is_not_used(open_store, tmp_path) -> None:
+async def test_an_encrypted_snapshot_file_under_the_name_of_another_snapshot_is_rejected(
+    open_store, tmp_path
+) -> None:
     other = [TOKENS[1], *TOKENS[1:]]
     store = await stored(open_store, TOKENS[:4], other[:4], codec=KEY)
     one, two = snapshots(tmp_path / "cache")
@@ -110,7 +112,9 @@ async def test_an_encrypted_file_under_another_name_is_not_used(open_store, tmp_
     assert stranger.exists(), "what has no name of this key is none of the cache's"
 
 
-def test_an_encrypted_file_with_a_chunk_missing_moved_or_added_is_rejected(tmp_path, monkeypatch) -> None:
+def test_an_encrypted_snapshot_file_with_a_chunk_missing_moved_or_added_is_rejected(
+    tmp_path, monkeypatch
+) -> None:
     """With chunks of 64 bytes, the tensors of a file are in several chunks."""
     monkeypatch.setattr(encryption, "_CHUNK", 64)
     tensors = cut(TOKENS, blocks.Span(0, 4))
@@ -141,7 +145,7 @@ GOLDEN = (
 )
 
 
-def test_the_encrypted_file_format_is_unchanged_and_a_file_without_its_last_chunk_is_refused(
+def test_a_recorded_encrypted_file_can_still_be_decrypted_and_without_its_last_chunk_is_refused(
     tmp_path, monkeypatch
 ) -> None:
     """The file has a salt, two full chunks, and a partial chunk that is marked as the last."""
@@ -178,7 +182,7 @@ def test_every_write_of_the_same_snapshot_gives_a_different_ciphertext(tmp_path)
     ],
     ids=["another key", "no key", "a first key"],
 )
-async def test_a_cache_directory_opens_only_with_the_key_it_was_written_with(
+async def test_a_cache_directory_opens_only_with_the_encryption_key_of_its_first_use(
     open_store, tmp_path, before, then, told
 ) -> None:
     directory = tmp_path / "cache"
@@ -205,7 +209,7 @@ async def test_a_cache_directory_opens_only_with_the_key_it_was_written_with(
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_an_exported_archive_is_plain_and_can_be_imported_with_another_key_or_none(
+async def test_the_archive_of_an_encrypted_cache_is_plain_and_can_be_imported_with_another_key_or_none(
     open_store, tmp_path
 ) -> None:
     await (await stored(open_store, TOKENS, codec=KEY)).close()
@@ -231,7 +235,7 @@ async def test_an_exported_archive_is_plain_and_can_be_imported_with_another_key
         b"\r\n" + base64.b64encode(bytes(range(32))) + b"\r\n",
     ],
 )
-def test_a_key_file_holds_32_bytes_raw_or_in_base64(tmp_path, content: bytes) -> None:
+def test_a_cache_key_file_is_read_if_it_holds_32_bytes_raw_or_in_base64(tmp_path, content: bytes) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)
     file.chmod(0o600)
@@ -250,7 +254,7 @@ def test_a_key_file_holds_32_bytes_raw_or_in_base64(tmp_path, content: bytes) ->
         b"%" * 44,
     ],
 )
-def test_a_key_file_without_32_raw_or_base64_bytes_is_refused(tmp_path, content: bytes) -> None:
+def test_a_cache_key_file_without_32_raw_or_base64_bytes_is_refused(tmp_path, content: bytes) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)
     file.chmod(0o600)
@@ -259,7 +263,9 @@ def test_a_key_file_without_32_raw_or_base64_bytes_is_refused(tmp_path, content:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o602])
-def test_a_key_file_that_others_can_access_or_that_is_missing_is_refused(tmp_path, mode: int) -> None:
+def test_a_cache_key_file_that_is_missing_or_accessible_to_other_users_is_refused(
+    tmp_path, mode: int
+) -> None:
     file = tmp_path / "key"
     file.write_bytes(os.urandom(32))
     file.chmod(mode)
@@ -270,7 +276,7 @@ def test_a_key_file_that_others_can_access_or_that_is_missing_is_refused(tmp_pat
         codec_by(tmp_path / "none")
 
 
-def test_a_cache_imports_cryptography_only_if_it_has_a_key_and_names_the_extra_that_is_missing(
+def test_only_an_encrypted_cache_imports_cryptography_and_a_missing_library_is_named_with_its_extra(
     tmp_path, monkeypatch
 ) -> None:
     done = subprocess.run(

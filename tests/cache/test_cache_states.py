@@ -63,7 +63,7 @@ async def test_a_model_with_recurrent_states_is_restored_only_to_the_end_of_a_st
     assert store.kv.wanted(store.kv.chain("a"), TOKENS[:11]) == []
 
 
-async def test_recurrent_states_behind_a_missing_block_can_be_restored_once_that_block_is_saved(
+async def test_recurrent_states_after_a_missing_block_can_be_restored_once_that_block_has_been_saved(
     open_store,
 ) -> None:
     """The second block was dropped with its state; until it is saved again, no later block is used."""
@@ -82,7 +82,9 @@ async def test_recurrent_states_behind_a_missing_block_can_be_restored_once_that
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["catalog", "headers"])
-async def test_a_reopened_store_knows_which_snapshots_have_a_state(open_store, tmp_path, lost) -> None:
+async def test_a_reopened_store_restores_only_to_the_snapshots_that_contain_a_recurrent_state(
+    open_store, tmp_path, lost
+) -> None:
     store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 4)
     save(store, TOKENS, 8, resumable=False)
@@ -105,7 +107,7 @@ def file_of(tmp_path, tokens, end):
     return next((tmp_path / "cache").rglob(f"{digest.hex()}.safetensors"))
 
 
-async def test_a_damaged_state_is_a_miss_and_the_next_restore_uses_the_state_before_it(
+async def test_a_damaged_recurrent_state_is_a_miss_and_the_next_restore_uses_the_previous_state(
     open_store, tmp_path
 ) -> None:
     store = await open_store(layout=STATEFUL)
@@ -124,7 +126,9 @@ async def test_a_damaged_state_is_a_miss_and_the_next_restore_uses_the_state_bef
     assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 0
 
 
-async def test_a_tail_is_removed_only_once_a_later_state_is_stored(open_store) -> None:
+async def test_a_partial_block_with_a_recurrent_state_is_removed_only_once_a_later_state_is_stored(
+    open_store,
+) -> None:
     store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 6)
     save(store, TOKENS, 4)
@@ -178,7 +182,9 @@ def test_any_changed_byte_in_a_snapshot_file_with_a_recurrent_state_is_detected(
         load(path, name)
 
 
-def test_a_snapshot_without_a_state_is_valid_but_a_restore_cannot_end_there(tmp_path) -> None:
+def test_a_snapshot_without_a_recurrent_state_is_valid_but_a_restore_cannot_end_with_that_snapshot(
+    tmp_path,
+) -> None:
     path = tmp_path / "x.safetensors"
     name = write(path, 4, cut(TOKENS, Span(0, 4)), resumable=False)
     load(path, name, state=False)
@@ -200,6 +206,8 @@ def test_a_snapshot_without_a_state_is_valid_but_a_restore_cannot_end_there(tmp_
         ((Tensor("state.2.numbers", "F32", (3, 5), state(4).data),), True),
     ],
 )
-def test_encoding_tensors_that_do_not_form_a_snapshot_raises_an_error(tmp_path, tensors, resumable) -> None:
+def test_encoding_a_snapshot_with_missing_or_misnamed_recurrent_state_tensors_raises_an_error(
+    tmp_path, tensors, resumable
+) -> None:
     with pytest.raises(ValueError, match="not a snapshot"):
         write(tmp_path / "x.safetensors", 4, tensors, resumable=resumable)

@@ -51,7 +51,7 @@ async def test_queued_snapshots_are_dropped_to_free_memory_while_the_disk_hangs(
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_a_snapshot_forgotten_while_its_header_is_read_does_not_extend_a_match(
+async def test_a_snapshot_erased_while_its_header_is_read_is_not_added_to_the_matched_prefix(
     open_store, monkeypatch
 ) -> None:
     store, begun, go_on = await open_store(), threading.Event(), threading.Event()
@@ -73,7 +73,9 @@ async def test_a_snapshot_forgotten_while_its_header_is_read_does_not_extend_a_m
     assert store.stats().stored == store.stats().held_bytes == 0
 
 
-async def test_a_snapshot_that_a_turn_uses_while_it_is_written_counts_as_held_once(open_store, gate) -> None:
+async def test_a_snapshot_used_by_a_turn_during_its_write_is_counted_once_in_the_disk_accounting(
+    open_store, gate
+) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS[:8])
     held = store.kv.hold(store.kv.chain("a"), TOKENS[:8])
@@ -85,7 +87,9 @@ async def test_a_snapshot_that_a_turn_uses_while_it_is_written_counts_as_held_on
     assert store.stats().held_bytes == 0
 
 
-async def test_a_block_is_not_read_for_fewer_than_a_quarter_of_its_tokens(open_store) -> None:
+async def test_a_block_is_not_restored_if_fewer_than_a_quarter_of_its_tokens_match_the_prompt(
+    open_store,
+) -> None:
     store = await open_store(identity=identity(block_tokens=16))
     save_all(store, "a", list(range(16)))
     await store.queue.drained(5)
@@ -93,7 +97,9 @@ async def test_a_block_is_not_read_for_fewer_than_a_quarter_of_its_tokens(open_s
     assert (await extended(store, [0, 1, 2, 3, 99])).num_tokens == 4
 
 
-async def test_a_snapshot_for_which_only_its_own_prefix_could_be_evicted_is_dropped(open_store) -> None:
+async def test_a_new_snapshot_is_dropped_if_only_snapshots_of_its_own_prefix_could_be_evicted(
+    open_store,
+) -> None:
     store = await stored(open_store, TOKENS[:4])
     size = store.stats().stored_bytes
     await store.close()
@@ -103,7 +109,7 @@ async def test_a_snapshot_for_which_only_its_own_prefix_could_be_evicted_is_drop
     assert await num_restored(store, TOKENS) == 4
 
 
-async def test_a_snapshot_too_large_for_the_disk_limit_or_the_queue_is_not_saved(open_store) -> None:
+async def test_a_snapshot_larger_than_the_disk_limit_or_the_write_queue_is_not_saved(open_store) -> None:
     store = await open_store(max_bytes=100)
     assert save_all(store, "a", [1, 2]) == [False]
     store = await open_store(directory=store._folder.directory.with_name("other"), queue_bytes=100)
@@ -111,7 +117,7 @@ async def test_a_snapshot_too_large_for_the_disk_limit_or_the_queue_is_not_saved
     assert store.stats().dropped == {"too_large": 1}
 
 
-async def test_a_full_queue_drops_new_snapshots(open_store, gate) -> None:
+async def test_a_full_write_queue_drops_new_snapshots(open_store, gate) -> None:
     """The queue's limit is in bytes, and `room` is what is left of it."""
     store = await open_store(queue_bytes=3000)
     sizes = []
@@ -135,7 +141,7 @@ async def test_a_full_queue_drops_new_snapshots(open_store, gate) -> None:
 
 
 @pytest.mark.parametrize(("length", "shared"), [(300, 0), (256, 128), (300, 200)])
-async def test_erasing_by_hash_marks_removes_a_token_sequence_but_keeps_longer_and_branching_ones(
+async def test_erasing_by_hashes_removes_a_token_sequence_but_keeps_longer_and_branching_sequences(
     open_store, length, shared
 ) -> None:
     tokens = list(range(1000, 1000 + length))
@@ -154,7 +160,7 @@ async def test_erasing_by_hash_marks_removes_a_token_sequence_but_keeps_longer_a
     assert await num_restored(store, tokens, "b") == length
 
 
-async def test_a_cache_directory_remembers_up_to_which_log_position_it_has_carried_out_erasures(
+async def test_a_reopened_cache_directory_reports_up_to_which_log_position_its_erasures_are_done(
     open_store,
 ) -> None:
     store = await open_store()
@@ -165,7 +171,7 @@ async def test_a_cache_directory_remembers_up_to_which_log_position_it_has_carri
     assert await (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5, 2.125)
 
 
-async def test_a_cache_that_lost_its_index_reports_erasures_as_carried_out_only_up_to_its_last_use(
+async def test_a_cache_that_lost_its_index_reports_erasures_as_done_only_up_to_its_last_use(
     open_store, tmp_path
 ) -> None:
     """Else a worker that was away while notes expired would keep what they were to erase."""
@@ -180,7 +186,7 @@ async def test_a_cache_that_lost_its_index_reports_erasures_as_carried_out_only_
     assert await store.eraser.erased_up_to("log") == ErasureProgress("log", 0, 1000.0)
 
 
-async def test_a_snapshot_forgotten_while_its_file_is_renamed_and_then_saved_again_is_stored_once(
+async def test_a_snapshot_erased_during_the_rename_of_its_file_and_then_saved_again_is_stored_once(
     open_store, tmp_path, monkeypatch
 ) -> None:
     """The writer has made its last check for a cancel, so the event loop must remove the first file."""
@@ -205,7 +211,7 @@ async def test_a_snapshot_forgotten_while_its_file_is_renamed_and_then_saved_aga
     assert_sum_rule(store)
 
 
-async def test_a_forgotten_block_in_use_by_a_turn_stays_if_a_snapshot_that_continues_it_is_saved(
+async def test_an_erased_block_still_in_use_by_a_turn_stays_if_the_turn_saves_the_next_block(
     open_store,
 ) -> None:
     store = await stored(open_store, TOKENS[:4])
@@ -229,7 +235,7 @@ async def test_closing_a_store_with_a_short_timeout_cancels_queued_snapshots(ope
     store._opened.close()  # as the end of the process does
 
 
-async def test_a_snapshot_forgotten_then_saved_again_and_dropped_leaves_no_file(
+async def test_a_snapshot_erased_during_its_write_and_then_saved_again_but_dropped_leaves_no_file(
     open_store, tmp_path, monkeypatch
 ) -> None:
     """The first write is cancelled after its last check; the second, dropped, would replace its file."""
@@ -254,7 +260,7 @@ async def test_a_snapshot_forgotten_then_saved_again_and_dropped_leaves_no_file(
     assert_sum_rule(store)
 
 
-async def test_a_closed_store_counts_saves_as_dropped_and_restores_nothing(open_store) -> None:
+async def test_a_closed_store_drops_and_counts_saves_and_restores_nothing(open_store) -> None:
     store = await stored(open_store, [3, 4])
     assert await store.close()
     assert await store.close()
@@ -263,7 +269,7 @@ async def test_a_closed_store_counts_saves_as_dropped_and_restores_nothing(open_
     assert await asyncio.wait_for(store.kv.load(store.kv.match(store.kv.chain("a"), [3, 4])), 10) is None
 
 
-async def test_a_cancelled_load_releases_its_snapshots(open_store) -> None:
+async def test_a_cancelled_restore_releases_its_snapshots_for_eviction(open_store) -> None:
     store = await stored(open_store, [1, 2])
     loading = asyncio.ensure_future(store.kv.load(store.kv.match(store.kv.chain("a"), [1, 2])))
     await asyncio.sleep(0)
@@ -290,7 +296,9 @@ async def size_of_a_block(open_store) -> int:
     return size
 
 
-async def test_saves_are_dropped_and_counted_when_snapshots_in_use_fill_the_disk_limit(open_store) -> None:
+async def test_new_snapshots_are_dropped_and_counted_when_snapshots_in_use_fill_the_disk_limit(
+    open_store,
+) -> None:
     size = await size_of_a_block(open_store)
     store = await stored(open_store, TOKENS[:8], max_bytes=4 * size)
     store.kv.hold(store.kv.chain("a"), TOKENS[:8])
@@ -304,7 +312,7 @@ async def test_saves_are_dropped_and_counted_when_snapshots_in_use_fill_the_disk
 
 
 @pytest.mark.parametrize("use", ["held", "begun with"])
-async def test_snapshots_that_a_turn_held_or_began_with_are_evicted_after_snapshots_not_used_since(
+async def test_snapshots_that_a_turn_pinned_or_restored_are_evicted_later_than_snapshots_not_used_since(
     open_store, use: str
 ) -> None:
     """Sessions in memory do not read their snapshots, but hold them; these must not be evicted first.
@@ -325,7 +333,7 @@ async def test_snapshots_that_a_turn_held_or_began_with_are_evicted_after_snapsh
     assert [await num_restored(store, [session, 1]) for session in range(3)] == [2, 0, 2]
 
 
-async def test_files_in_quarantine_count_against_the_disk_limit_of_a_store_that_opens(
+async def test_quarantined_files_of_an_earlier_process_count_against_the_disk_limit_of_a_store(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, [0, 1])
@@ -335,7 +343,9 @@ async def test_files_in_quarantine_count_against_the_disk_limit_of_a_store_that_
     assert (await open_store(max_bytes=size + size // 2)).stats().stored == 0
 
 
-async def test_a_lowered_disk_limit_is_reached_by_evicting_in_small_steps(open_store, tmp_path) -> None:
+async def test_lowering_the_disk_limit_of_a_store_evicts_snapshots_in_small_steps_down_to_the_limit(
+    open_store, tmp_path
+) -> None:
     store = await open_store()
     for session in range(100):
         save_all(store, "a", [session, 1])
@@ -365,7 +375,9 @@ async def test_a_lowered_disk_limit_is_reached_by_evicting_in_small_steps(open_s
     assert files(tmp_path) == 6, "raised, it holds more again"
 
 
-async def test_the_required_free_space_can_be_changed_while_the_store_runs(open_store, tmp_path) -> None:
+async def test_changing_the_required_free_disk_space_takes_effect_while_the_store_runs(
+    open_store, tmp_path
+) -> None:
     store = await open_store()
     for session in range(5):
         save_all(store, "a", [session, 1])
@@ -379,7 +391,9 @@ async def test_the_required_free_space_can_be_changed_while_the_store_runs(open_
     assert save_all(store, "a", [1, 1]) == [True]
 
 
-async def test_evictions_that_free_nothing_stop_until_space_is_free(open_store, monkeypatch) -> None:
+async def test_evictions_that_free_no_disk_space_stop_until_space_is_free_again(
+    open_store, monkeypatch
+) -> None:
     """APFS and btrfs keep the blocks of removed files while a snapshot of the file system has them."""
     free = 1 << 30
     monkeypatch.setattr(Folder, "free_bytes", lambda _: free)
@@ -402,7 +416,7 @@ async def test_evictions_that_free_nothing_stop_until_space_is_free(open_store, 
     assert_sum_rule(store)
 
 
-async def test_space_for_snapshots_that_wait_to_be_written_does_not_count_as_free(open_store, gate) -> None:
+async def test_disk_space_needed_by_queued_snapshots_does_not_count_as_free(open_store, gate) -> None:
     store = await open_store()
     assert save_all(store, "a", TOKENS[:4]) == [True]
     size = store.stats().in_flight_bytes
@@ -416,7 +430,7 @@ async def test_space_for_snapshots_that_wait_to_be_written_does_not_count_as_fre
     ("stuck_at", "what", "deadline_s"),
     [("write", "erase", 2.0), ("place", "erase", 0.2), ("write", "clear", 0.2), ("place", "clear", 5.0)],
 )
-async def test_erase_and_clear_return_in_time_on_a_hung_disk_and_its_late_writes_are_discarded(
+async def test_erase_and_clear_return_by_their_deadline_on_a_hung_disk_and_late_writes_are_discarded(
     open_store, tmp_path, monkeypatch, stuck_at, what, deadline_s
 ) -> None:
     """The writer thread hangs in a write of these snapshots, before or after its last check for a cancel."""

@@ -26,7 +26,7 @@ def piece_starts(store) -> list[tuple[int, int]]:
 
 
 @given(st.integers(0, 8).map(lambda power: 2**power), st.lists(st.integers(1, 40), min_size=1, max_size=300))
-def test_each_token_is_written_to_disk_at_most_2_plus_log2_of_block_tokens_over_turn_tokens_times(
+def test_each_tokens_kv_is_written_to_disk_at_most_2_plus_log2_of_block_size_over_turn_size_times(
     block, turns
 ) -> None:
     edges, end, writes = [0], 0, Counter()
@@ -46,7 +46,9 @@ def test_each_token_is_written_to_disk_at_most_2_plus_log2_of_block_tokens_over_
     assert len(edges) <= 2 + math.isqrt(2 * block), "pieces at the end are shorter and shorter"
 
 
-async def test_a_full_block_replaces_the_tail_pieces_of_its_span(open_store, tmp_path) -> None:
+async def test_saving_a_full_block_removes_the_partial_blocks_of_the_same_tokens(
+    open_store, tmp_path
+) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     tokens = list(range(18))
     for end in (8, 12, 14, 18):
@@ -56,7 +58,7 @@ async def test_a_full_block_replaces_the_tail_pieces_of_its_span(open_store, tmp
     assert len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
 
 
-async def test_a_full_block_does_not_replace_a_tail_piece_that_another_session_continues(open_store) -> None:
+async def test_saving_a_full_block_keeps_a_partial_block_that_another_session_continues(open_store) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     for tokens in ([*range(8)], [*range(8), 50, 51], [*range(16)]):
         save_all(store, "a", tokens)
@@ -70,7 +72,7 @@ async def test_a_full_block_does_not_replace_a_tail_piece_that_another_session_c
 
 
 @pytest.mark.parametrize("forget", [False, True])
-async def test_a_turn_can_extend_tail_pieces_that_other_turns_replaced_or_forgot_meanwhile(
+async def test_a_turn_can_extend_partial_blocks_that_other_turns_replaced_or_erased_meanwhile(
     open_store, forget
 ) -> None:
     """The turn holds the pieces while another turn replaces them by a longer piece, or forgets them."""
@@ -94,7 +96,7 @@ async def test_a_turn_can_extend_tail_pieces_that_other_turns_replaced_or_forgot
     assert_is_kv_of(restored.tensors, mine)
 
 
-async def test_a_tail_piece_whose_parent_is_not_stored_is_not_saved(open_store) -> None:
+async def test_a_partial_block_whose_preceding_block_is_not_stored_is_not_saved(open_store) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
     assert not store.kv.save(store.kv.chain("a"), [1, 7, 3], Span(2, 3), cut([1, 7, 3], Span(2, 3)))
@@ -149,6 +151,6 @@ async def test_after_a_crash_at_any_write_the_next_process_restores_every_durabl
         await after.close()
 
 
-def test_a_tail_that_did_not_grow_starts_no_new_piece() -> None:
+def test_a_partial_block_without_new_tokens_gets_no_further_partial_block_file() -> None:
     assert blocks.tail_start((8,), 9) == 8
     assert blocks.tail_start((8, 9), 9) == 9

@@ -56,7 +56,9 @@ def file_of(store, node):
     return store._folder.path(node.digest)
 
 
-def test_a_restore_buffer_gives_an_offset_for_each_visible_part_of_a_span_and_none_for_the_rest() -> None:
+def test_a_restore_buffer_has_an_offset_for_each_visible_part_of_a_block_and_none_for_the_other_parts() -> (
+    None
+):
     place = TensorBuffers((), 0, Policy(2, 6), seen(Policy(2, 6), 20))
     assert [*place.segments(Span(0, 4))] == [(0, 2), (None, 2)]
     assert [*place.segments(Span(4, 8))] == [(None, 4)]
@@ -67,8 +69,12 @@ def test_a_restore_buffer_gives_an_offset_for_each_visible_part_of_a_span_and_no
     assert seen(Policy(0, 6), 8) == (Span(2, 8),)
 
 
-@pytest.mark.parametrize("layout", [HYBRID, LAYOUT.under(POLICY), HYBRID.under(Policy(1, 9)), SHORT])
-async def test_a_restore_gives_each_layer_exactly_its_visible_tokens(open_store, layout) -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [HYBRID, LAYOUT.under(POLICY), HYBRID.under(Policy(1, 9)), SHORT],
+    ids=["plain and window layers", "sink_window", "sink_window with window layers", "windows of 2 tokens"],
+)
+async def test_a_restore_gives_each_layer_exactly_the_kv_of_its_visible_tokens(open_store, layout) -> None:
     """The restored prefix ends at, before and after ends of blocks, sinks and windows, or within a file."""
     store = await open_store(layout=layout)
     save(store, layout, store.kv.chain("a"), TOKENS)
@@ -101,7 +107,7 @@ async def test_a_restore_reads_only_the_file_sections_that_its_layers_need(open_
     [(0, 0, 0), (3, 0, 12), (0, 1, 0), (9, 1, 36)],
     ids=["file 0, section 0", "file 3, section 0", "file 0, section 1", "file 9, section 1"],
 )
-async def test_damage_in_a_file_section_that_is_read_drops_the_file_and_all_later_ones(
+async def test_damage_in_a_file_section_that_a_restore_reads_drops_that_file_and_all_later_files(
     open_store, node, section, num_left
 ) -> None:
     """The prefix before that file has another window, so a new match is needed for it."""
@@ -127,7 +133,7 @@ def flip(path, section) -> None:
     path.write_bytes(content)
 
 
-async def test_a_file_with_the_sections_of_another_layout_is_rejected(open_store) -> None:
+async def test_a_snapshot_file_with_the_sections_of_another_layer_layout_is_rejected(open_store) -> None:
     """The tensors are the same, but the file is divided into other sections."""
     store = await open_store()
     save(store, LAYOUT, store.kv.chain("a"), TOKENS[:8])
@@ -137,7 +143,7 @@ async def test_a_file_with_the_sections_of_another_layout_is_rejected(open_store
     assert store.stats().rejected == 1
 
 
-async def test_cache_policies_share_no_snapshots_and_an_erase_removes_those_of_all_policies(
+async def test_sessions_under_different_cache_policies_share_no_snapshots_and_an_erase_removes_all_of_them(
     open_store,
 ) -> None:
     store = await open_store()
@@ -153,7 +159,7 @@ async def test_cache_policies_share_no_snapshots_and_an_erase_removes_those_of_a
     assert not any(store.kv.match(chain, TOKENS).num_tokens for chain in chains)
 
 
-async def test_saving_kv_of_another_policy_raises_an_error(open_store) -> None:
+async def test_saving_kv_computed_under_another_cache_policy_raises_an_error(open_store) -> None:
     """Such KV has other values, and would give wrong answers under the name of this policy."""
     store = await open_store()
     chain, span = store.kv.chain("a", POLICY), Span(0, BLOCK)
@@ -203,8 +209,12 @@ def shrunk(store, max_bytes) -> None:
         store.quota._shrink()
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, ModelLayout(LAYOUT.kv, reaches=(POLICY,) * 4)])
-async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_restored(
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUT, ModelLayout(LAYOUT.kv, reaches=(POLICY,) * 4)],
+    ids=["the policy's window", "the model's window"],
+)
+async def test_a_windowed_session_longer_than_the_disk_limit_is_saved_and_restored(
     open_store, layout
 ) -> None:
     """Every block is saved, those between sinks and window are evicted, and the whole session matches."""
@@ -220,7 +230,9 @@ async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_res
     assert_restored(await store.kv.load(match), LIMITED, LONG)
 
 
-async def test_a_pending_restore_protects_exactly_the_blocks_that_it_needs_from_eviction(open_store) -> None:
+async def test_a_pending_restore_keeps_exactly_the_blocks_that_it_needs_from_being_evicted(
+    open_store,
+) -> None:
     """All sinks, and the window of the position at which it ends."""
     policy = Policy(10, 6)
     store = await open_store()
@@ -236,7 +248,7 @@ async def test_a_pending_restore_protects_exactly_the_blocks_that_it_needs_from_
     assert (store.stats().stored, len(store._index)) == (0, 0)
 
 
-async def test_a_match_of_a_rewound_session_is_the_longest_prefix_that_can_still_be_restored(
+async def test_the_cache_match_of_a_rewound_session_is_the_longest_prefix_that_can_still_be_restored(
     open_store,
 ) -> None:
     store = await limited(open_store, 12)
@@ -254,7 +266,7 @@ async def test_a_match_of_a_rewound_session_is_the_longest_prefix_that_can_still
     assert store.stats().rejected == 0
 
 
-async def test_a_session_rewound_into_evicted_blocks_saves_them_again_and_can_be_restored(
+async def test_a_session_rewound_into_evicted_blocks_saves_those_blocks_again_and_can_be_restored(
     open_store,
 ) -> None:
     """It prefills these blocks once; after that they can be restored."""
@@ -276,7 +288,7 @@ async def test_a_session_rewound_into_evicted_blocks_saves_them_again_and_can_be
 
 
 @pytest.mark.parametrize("by_marks", [False, True])
-async def test_erasing_a_session_with_evicted_blocks_removes_all_that_is_left_of_it(
+async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_remaining_blocks(
     open_store, by_marks
 ) -> None:
     """Also after the loss of the index, and nothing of other tokens."""
@@ -309,7 +321,7 @@ async def test_erasing_a_session_with_evicted_blocks_removes_all_that_is_left_of
     assert there.isdisjoint(node.digest for node in found[2].nodes)
 
 
-async def test_a_session_with_evicted_blocks_is_listed_exported_imported_and_pruned(
+async def test_a_session_with_evicted_blocks_can_be_listed_exported_imported_and_pruned(
     open_store, tmp_path
 ) -> None:
     store = await limited(open_store, 8)
@@ -420,7 +432,7 @@ def _fail(*_) -> None:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "3"))))
-async def test_a_match_in_random_sessions_is_the_longest_prefix_that_the_files_on_disk_allow(
+async def test_in_random_sessions_the_cache_match_is_the_longest_prefix_that_the_files_on_disk_allow(
     open_store, seed
 ) -> None:
     """Also the restored KV is right, and the counters match the files."""

@@ -44,7 +44,7 @@ async def ask(worker: LocalWorker, *arguments: object, **more: Any) -> subproces
     return await asyncio.to_thread(turnkeep, "ask", *options, *arguments, **more)
 
 
-async def test_text_piped_into_ask_becomes_part_of_the_question(local_worker: Callable[..., Any]) -> None:
+async def test_text_piped_into_ask_is_sent_as_part_of_the_question(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
     for arguments, piped, whole in (
         (("What is it?",), "", "What is it?"),
@@ -62,14 +62,16 @@ async def test_text_piped_into_ask_becomes_part_of_the_question(local_worker: Ca
     ("piped", "says"),
     [(b"", "there is no question"), (b" \n", "there is no question"), (b"ab\xff", "not UTF-8 at byte 2")],
 )
-def test_ask_with_an_empty_or_invalid_pipe_and_no_question_is_a_usage_error(piped: bytes, says: str) -> None:
+def test_ask_without_a_question_and_with_an_empty_or_non_utf8_standard_input_is_a_usage_error(
+    piped: bytes, says: str
+) -> None:
     done = turnkeep("ask", text=piped)
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_ask_refuses_an_empty_name_of_a_session() -> None:
+def test_ask_refuses_an_empty_session_name() -> None:
     """As of a shell's variable that is not set; without a name the session would be a temporary one."""
     for name in ("ask", "run", "chat"):
         done = turnkeep(name, "--session", "", "--nats", "nats://127.0.0.1:1", text="hi")
@@ -77,7 +79,7 @@ def test_ask_refuses_an_empty_name_of_a_session() -> None:
         assert "the session's name is empty" in done.stderr
 
 
-def test_ask_reads_a_question_from_the_terminal_only_if_given_a_dash() -> None:
+def test_ask_on_a_terminal_is_a_usage_error_without_a_question_and_with_a_dash_reads_the_terminal() -> None:
     with Terminal("ask") as terminal:
         assert terminal.end() == 2
         assert "there is no question" in terminal.transcript
@@ -109,7 +111,7 @@ async def test_the_generation_options_of_ask_reach_the_worker(local_worker: Call
         *(("close", "s", "--timeout", "nan"), ("exporter", "--keep-s", "nan")),
     ],
 )
-async def test_a_number_out_of_range_is_refused_with_an_error_that_names_its_option(
+async def test_a_command_refuses_a_number_out_of_range_with_an_error_that_names_the_option(
     wrong: tuple[str, ...],
 ) -> None:
     """The number is refused before any request is sent: no worker runs here."""
@@ -121,7 +123,7 @@ async def test_a_number_out_of_range_is_refused_with_an_error_that_names_its_opt
     assert re.search(r"not in the range|not a number|-100 to 100", said), said
 
 
-async def test_ask_prints_the_answer_into_a_pipe_exactly_as_it_was_logged_as_text_or_as_json(
+async def test_ask_prints_into_a_pipe_exactly_the_logged_answer_as_text_or_as_json(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     """The answer is neither wrapped nor truncated, and standard output has nothing else."""
@@ -139,7 +141,7 @@ async def test_ask_prints_the_answer_into_a_pipe_exactly_as_it_was_logged_as_tex
     assert result["seconds"]["total"] >= result["seconds"]["first_token"] > 0
 
 
-async def test_ask_cancels_its_answer_when_the_reader_of_its_pipe_closes_the_pipe(
+async def test_ask_cancels_its_answer_when_the_program_that_reads_its_output_closes_the_pipe(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -171,7 +173,7 @@ async def begun(client: Client, count: int) -> None:
 
 
 @pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM", "closed terminal"])
-async def test_ctrl_c_and_termination_signals_cancel_the_answer_and_set_the_exit_code(
+async def test_ctrl_c_sigterm_or_a_closed_terminal_cancels_the_answer_of_ask_and_sets_the_exit_code(
     local_worker: Callable[..., Any], endless_model: Path, ended: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -196,7 +198,7 @@ async def test_ctrl_c_and_termination_signals_cancel_the_answer_and_set_the_exit
     assert (await answered(worker.client)).finish_reason == "cancelled"
 
 
-async def test_ctrl_c_ends_several_answers_and_closes_their_sessions(
+async def test_ctrl_c_cancels_all_answers_that_one_ask_requested_and_closes_their_sessions(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -216,7 +218,7 @@ async def test_ctrl_c_ends_several_answers_and_closes_their_sessions(
 
 @pytest.mark.process
 @pytest.mark.parametrize("is_begun", [True, False])
-async def test_a_question_abandoned_without_a_worker_is_closed_unanswered_by_the_next_worker(
+async def test_a_question_given_up_with_ctrl_c_while_no_worker_runs_is_not_answered_by_the_next_worker(
     worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str, *, is_begun: bool
 ) -> None:
     worker, client, place = await outside(worker_process, endless_model, nats_url)
@@ -248,7 +250,7 @@ async def test_a_question_abandoned_without_a_worker_is_closed_unanswered_by_the
 
 
 @pytest.mark.process
-async def test_an_answer_waits_for_a_killed_worker_to_restart_and_then_continues(
+async def test_ask_waits_while_its_killed_worker_restarts_and_then_prints_the_rest_of_the_answer(
     worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str
 ) -> None:
     worker, client, place = await outside(worker_process, endless_model, nats_url)
@@ -271,7 +273,7 @@ async def test_an_answer_waits_for_a_killed_worker_to_restart_and_then_continues
 
 
 @pytest.mark.process
-async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_during_an_outage(
+async def test_a_question_to_a_named_session_is_answered_after_an_outage_although_ctrl_c_ended_ask(
     worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str
 ) -> None:
     worker, client, place = await outside(worker_process, endless_model, nats_url)
@@ -294,7 +296,7 @@ async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_du
         assert (await answered(client)).finish_reason == "length"
 
 
-async def test_ask_says_that_the_log_has_not_stored_the_question_if_its_disk_is_full_and_ends_at_one_ctrl_c(
+async def test_ask_reports_a_question_that_a_full_disk_kept_out_of_the_log_and_ends_at_one_ctrl_c(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -321,7 +323,7 @@ async def test_ask_says_that_the_log_has_not_stored_the_question_if_its_disk_is_
 
 
 @pytest.mark.process
-async def test_ask_fails_if_the_nats_server_stays_away(
+async def test_ask_fails_with_exit_code_1_if_the_connection_to_nats_stays_lost(
     worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:
     worker = worker_process(model=endless_model)
@@ -346,8 +348,12 @@ async def test_ask_fails_if_the_nats_server_stays_away(
     assert last.endswith("start it, or name another one with --nats or NATS_URL")
 
 
-@pytest.mark.parametrize("around", [{"command": 'set -m; "$0" "$@" & wait $!'}, {"own": False}])
-async def test_ask_answers_in_the_background_or_without_a_controlling_terminal(
+@pytest.mark.parametrize(
+    "around",
+    [{"command": 'set -m; "$0" "$@" & wait $!'}, {"own": False}],
+    ids=["background job", "no terminal"],
+)
+async def test_ask_succeeds_as_a_background_job_and_without_a_controlling_terminal(
     local_worker: Callable[..., Any], around: dict[str, Any]
 ) -> None:
     """The system would stop a background process that changes the terminal's settings."""
@@ -361,7 +367,7 @@ async def test_ask_answers_in_the_background_or_without_a_controlling_terminal(
     assert await asyncio.to_thread(run) == 0
 
 
-async def test_ask_answers_in_json_that_follows_a_schema_file_and_refuses_invalid_files(
+async def test_ask_with_a_schema_file_prints_json_that_fits_the_schema_and_refuses_invalid_schema_files(
     local_worker, tmp_path: Path
 ) -> None:
     worker = await local_worker()

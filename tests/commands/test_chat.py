@@ -77,7 +77,7 @@ def said(all_requests: list[Request]) -> list[tuple[str, str | None]]:
     ]
 
 
-async def test_chat_shows_model_session_keys_and_the_last_exchange_when_it_starts(
+async def test_chat_shows_the_model_session_keyboard_shortcuts_and_last_exchange_at_its_start(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -108,7 +108,7 @@ async def test_chat_shows_model_session_keys_and_the_last_exchange_when_it_start
 
 
 @pytest.mark.parametrize("more", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-async def test_show_and_chat_print_no_escape_codes_if_no_color_or_a_dumb_terminal_is_set(
+async def test_the_commands_show_and_chat_print_no_escape_codes_if_no_color_is_set_or_the_terminal_is_dumb(
     local_worker: Callable[..., Any], more: dict[str, str]
 ) -> None:
     worker = await local_worker()
@@ -130,7 +130,7 @@ async def test_show_and_chat_print_no_escape_codes_if_no_color_or_a_dumb_termina
     assert "\x1b" not in await asyncio.to_thread(chat)
 
 
-async def test_a_chat_takes_slash_commands_and_questions_of_several_lines_and_explains_wrong_input(
+async def test_a_chat_executes_slash_commands_sends_questions_of_several_lines_and_explains_wrong_input(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -176,7 +176,7 @@ async def test_a_chat_takes_slash_commands_and_questions_of_several_lines_and_ex
     ]
 
 
-async def test_chat_can_retry_a_question_save_the_conversation_and_switch_sessions(
+async def test_a_chat_can_retry_a_question_save_the_conversation_and_switch_sessions(
     local_worker: Callable[..., Any], tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -218,7 +218,7 @@ async def test_chat_can_retry_a_question_save_the_conversation_and_switch_sessio
     assert sent == [("system", "Be brief."), ("system", "Be brief."), ("user", "third question")]
 
 
-async def test_the_first_ctrl_c_clears_the_line_and_a_second_one_leaves_the_chat(
+async def test_in_a_chat_the_first_ctrl_c_clears_the_typed_line_and_the_second_one_ends_the_chat(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -282,7 +282,7 @@ async def test_text_typed_in_a_chat_during_an_answer_appears_at_the_next_prompt(
     assert said(await requests(worker.client)) == [("user", "first"), ("user", "TYPED MEANWHILE")]
 
 
-async def test_a_signal_ends_a_chat_that_waits_for_a_line_from_a_pipe(
+async def test_sigterm_ends_a_chat_that_waits_for_a_line_from_a_pipe_with_exit_code_143(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -311,7 +311,7 @@ def user(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
 
 
-async def test_the_list_of_last_exchanges_omits_failed_repeated_rewound_and_closed_ones(
+async def test_the_last_exchanges_of_a_chat_omit_failed_repeated_and_rewound_questions_and_closed_sessions(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()

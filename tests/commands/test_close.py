@@ -35,7 +35,7 @@ async def secrets(worker: LocalWorker) -> list[str]:
     return [entry.key.session for entry in await worker.client.log() if b"a secret" in entry.body]
 
 
-async def test_the_command_close_closes_the_named_sessions_or_removes_them_with_the_option_forget(
+async def test_the_command_close_closes_the_named_sessions_and_with_the_option_forget_removes_their_data(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -62,7 +62,7 @@ async def test_the_command_close_closes_the_named_sessions_or_removes_them_with_
     ), "a removal of what is gone"
 
 
-async def test_commands_on_an_unknown_session_fail_in_one_line_and_create_no_session(
+async def test_commands_that_name_an_unknown_session_fail_with_one_line_and_create_no_session(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -82,7 +82,9 @@ async def test_commands_on_an_unknown_session_fail_in_one_line_and_create_no_ses
     assert done.stderr == "turnkeep: there is no folder no/folder for the file; make it first\n"
 
 
-async def test_close_removes_the_known_sessions_and_reports_each_unknown_name(local_worker: Start) -> None:
+async def test_close_with_forget_removes_the_known_sessions_and_reports_each_unknown_name(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     for name in ("garden", "house", "lake"):
         await worker.client.session(name).append(text="x")
@@ -99,7 +101,7 @@ async def test_close_removes_the_known_sessions_and_reports_each_unknown_name(lo
     assert (await states(worker))["garden"] == "idle"
 
 
-async def test_cancel_without_a_request_id_cancels_the_running_request(
+async def test_the_command_cancel_without_a_request_id_cancels_the_running_request_of_the_session(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -114,7 +116,9 @@ async def test_cancel_without_a_request_id_cancels_the_running_request(
     assert done.stderr.startswith("turnkeep: no request of session s is running;")
 
 
-async def test_close_says_which_running_answer_it_waits_for(local_worker: Start, endless_model: Path) -> None:
+async def test_the_command_close_waits_for_a_running_answer_and_prints_its_request_id(
+    local_worker: Start, endless_model: Path
+) -> None:
     worker = await local_worker(model=str(endless_model))
     answer = worker.client.session("s").generate(text="x", max_tokens=50_000, request_id="turn")
     async with answer:
@@ -151,7 +155,9 @@ async def test_close_with_cancel_and_forget_removes_a_session_with_a_running_and
         assert await ended == "cancelled"
 
 
-async def test_a_fork_beyond_the_end_of_its_parent_fails_and_leaves_no_session(local_worker: Start) -> None:
+async def test_the_command_fork_beyond_the_end_of_the_parent_session_fails_and_leaves_no_session(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     position = (await worker.client.session("s").append(text="hello")).position
     done = await command("fork", "s", "new", "--position", 99_999, *where(worker))
@@ -160,7 +166,7 @@ async def test_a_fork_beyond_the_end_of_its_parent_fails_and_leaves_no_session(l
     assert await states(worker) == {"s": "idle"}
 
 
-async def test_a_fork_at_a_position_inside_a_running_answer_fails_and_says_where_the_session_ends(
+async def test_the_command_fork_at_a_position_inside_a_running_answer_fails_and_prints_the_sessions_end(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -174,7 +180,9 @@ async def test_a_fork_at_a_position_inside_a_running_answer_fails_and_says_where
     assert done.stderr == f"turnkeep: cannot fork s at {position + 1}: {why}\n"
 
 
-async def test_rewind_removes_the_last_exchanges_or_everything_after_a_position(local_worker: Start) -> None:
+async def test_the_command_rewind_removes_the_last_exchanges_or_everything_after_a_given_position(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     session = worker.client.session("s")
     ends = [(await session.append(text="x")).position]
@@ -196,7 +204,7 @@ async def test_rewind_removes_the_last_exchanges_or_everything_after_a_position(
     assert "give --last or --position, not both" in said
 
 
-async def test_rewind_removes_nothing_if_the_running_answer_ends_before_the_rewind_begins(
+async def test_the_command_rewind_removes_nothing_if_an_answer_ends_between_its_start_and_its_execution(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -237,7 +245,9 @@ async def test_the_command_ask_closes_its_session_even_if_its_question_is_refuse
     assert not any(b"forget" in entry.body for entry in closes)
 
 
-async def test_a_refused_request_does_not_change_the_state_of_its_session(local_worker: Start) -> None:
+async def test_a_refused_request_leaves_an_idle_session_idle_and_a_closed_session_closed(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     session = worker.client.session("s")
     await session.append(text="x")
@@ -279,7 +289,7 @@ async def test_new_sessions_avoid_a_drained_worker_until_the_command_drain_is_un
     assert (await command("drain", "two", *where(one))).returncode == 0
 
 
-async def test_draining_an_unknown_worker_fails_and_lists_the_running_ones(two: tuple[Any, Any]) -> None:
+async def test_draining_an_unknown_worker_fails_and_lists_the_running_workers(two: tuple[Any, Any]) -> None:
     one, _ = two
     done = await command("drain", "three", *where(one))
     prefix = one.settings.prefix
@@ -287,7 +297,7 @@ async def test_draining_an_unknown_worker_fails_and_lists_the_running_ones(two: 
     assert done.stderr == f"turnkeep: no worker three serves the prefix {prefix!r}; there are: one, two\n"
 
 
-async def test_drain_without_a_server_names_the_command_that_starts_a_worker(
+async def test_the_command_drain_without_a_nats_server_prints_the_command_that_starts_a_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(connection.connect.__kwdefaults__, "timeout_s", 0.5)
@@ -297,7 +307,7 @@ async def test_drain_without_a_server_names_the_command_that_starts_a_worker(
     assert done.stderr.endswith(f"(connection refused); start a worker with: turnkeep serve {place}\n")
 
 
-async def test_drain_waits_for_a_worker_whose_record_a_restarted_server_has_lost(
+async def test_the_command_drain_waits_for_a_busy_worker_whose_membership_record_is_lost(
     local_worker: Callable[..., Awaitable[Any]], tmp_path: Path, endless_model: Path
 ) -> None:
     """The worker is still at work, and makes its record again."""

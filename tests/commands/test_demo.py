@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
     return make_endless_model(tiny, tmp_path / "endless")
 
 
-def test_the_demo_continues_after_each_kill_and_shows_the_cost_of_its_turns(
+def test_the_demo_continues_its_answers_after_worker_kills_and_prints_how_many_tokens_were_prefilled(
     tmp_path: Path, model: Path
 ) -> None:
     done = turnkeep("demo", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model))
@@ -58,7 +58,7 @@ def test_the_demo_on_a_terminal_hides_the_startup_messages_of_its_workers(
 
 @pytest.mark.packaging
 @pytest.mark.parametrize("ended", ["SIGTERM", "SIGKILL", "closed terminal"])
-def test_a_demo_that_is_ended_from_outside_leaves_no_worker_and_no_nats_server(
+def test_a_demo_ended_by_a_signal_or_a_closed_terminal_leaves_no_worker_and_no_nats_server(
     tmp_path: Path, model: Path, ended: str
 ) -> None:
     data = tmp_path / "data"
@@ -76,7 +76,7 @@ def test_a_demo_that_is_ended_from_outside_leaves_no_worker_and_no_nats_server(
 
 
 @pytest.mark.packaging
-def test_the_other_worker_of_a_cluster_demo_continues_the_answer_of_the_killed_worker(
+def test_in_the_cluster_demo_the_second_worker_continues_the_answer_of_the_killed_worker(
     tmp_path: Path, model: Path
 ) -> None:
     done = turnkeep("demo", "--cluster", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model))
@@ -118,7 +118,7 @@ def test_the_command_run_on_a_terminal_continues_the_chat_of_its_previous_run(
     assert processes_with(str(tmp_path / "data")) == []
 
 
-def test_run_explains_a_first_argument_that_is_a_question_an_empty_text_or_a_missing_model_path(
+def test_run_explains_its_refusal_if_the_model_argument_is_a_question_empty_or_a_missing_path(
     tmp_path: Path,
 ) -> None:
     questions = [
@@ -137,7 +137,7 @@ def test_run_explains_a_first_argument_that_is_a_question_an_empty_text_or_a_mis
         assert ("starting a worker" in done.stderr, "there is no model at" in done.stderr) == 2 * (code == 1,)
 
 
-async def test_the_command_run_uses_a_running_worker_and_leaves_it_running(
+async def test_the_command_run_uses_an_already_running_worker_and_leaves_the_worker_running(
     worker_process: Callable[..., WorkerProcess],
     tiny_model: Path,
     tmp_path: Path,

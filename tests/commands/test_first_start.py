@@ -71,7 +71,7 @@ def test_serve_on_a_terminal_prints_its_progress_and_then_the_next_commands_to_t
         assert "turnkeep launch" not in terminal.transcript, "it needs a gateway"
 
 
-async def test_a_worker_whose_terminal_is_closed_stops_its_answer_saves_its_kv_and_exits_with_0(
+async def test_a_worker_whose_terminal_is_closed_stops_its_answer_saves_its_kv_and_exits_with_code_0(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     data, port = tmp_path / "data", free_port()
@@ -87,7 +87,7 @@ async def test_a_worker_whose_terminal_is_closed_stops_its_answer_saves_its_kv_a
     assert [*(data / "snapshots").rglob("*.safetensors")], "of the answer so far"
 
 
-def test_the_commands_serve_and_bench_import_no_slow_library_before_they_need_it() -> None:
+def test_importing_the_commands_serve_and_bench_loads_no_mlx_lm_transformers_rich_or_openai() -> None:
     slow = {"rich", "attr", "mlx_lm", "transformers"}
     program = f"import sys, commands.serve, worker.app; print({slow} & set(sys.modules));"
     program += "import bench.peers; print({'openai'} & set(sys.modules)); import rich, openai"
@@ -106,7 +106,7 @@ def locking(data: Path, note: str) -> TextIO:
 
 
 @pytest.mark.parametrize("has_lock", [True, False])
-def test_ask_waits_for_a_worker_that_is_still_starting(
+def test_ask_prints_that_a_worker_is_starting_and_waits_for_that_worker(
     tmp_path: Path, tiny_model: Path, *, has_lock: bool
 ) -> None:
     data, port = tmp_path / "data", free_port()
@@ -135,7 +135,7 @@ def test_ask_waits_for_a_worker_that_is_still_starting(
         assert ask.wait() == 0, rest
 
 
-def test_a_command_waits_for_no_worker_that_has_ended_or_that_has_been_starting_for_long(
+def test_a_command_does_not_wait_for_a_worker_that_has_ended_or_has_been_starting_for_too_long(
     tmp_path: Path,
 ) -> None:
     with Popen([sys.executable, "-c", ""]) as ended:
@@ -148,7 +148,7 @@ def test_a_command_waits_for_no_worker_that_has_ended_or_that_has_been_starting_
         assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
 
 
-def test_a_command_does_not_advise_to_start_a_worker_while_one_runs_here_without_answering(
+def test_an_unanswered_command_reports_a_stuck_worker_if_one_runs_and_else_how_to_start_a_worker(
     tmp_path: Path,
 ) -> None:
     async def ask() -> None:
@@ -164,7 +164,9 @@ def test_a_command_does_not_advise_to_start_a_worker_while_one_runs_here_without
         run_until_signal(settings, ask)
 
 
-def test_a_worker_whose_standard_error_is_closed_serves_requests(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_worker_whose_standard_error_is_closed_still_serves_requests(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     words = [sys.executable, "-m", "commands", "serve", "--data-dir", str(tmp_path / "data"), "--until-eof"]
     words += ["--nats-port", str(free_port()), "--model", str(tiny_model)]
     with Popen(
@@ -197,7 +199,7 @@ def started(worker_process: Callable[..., WorkerProcess]) -> Callable[..., Worke
     return start
 
 
-def test_commands_find_this_machines_worker_by_its_directory_or_its_address(
+def test_commands_find_a_worker_of_this_machine_by_its_data_directory_or_its_nats_url(
     started: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
     """By `--data-dir`, `--nats` or NATS_URL, or at the usual place; an error names the right one."""
@@ -242,7 +244,7 @@ def test_commands_find_this_machines_worker_by_its_directory_or_its_address(
     assert "s3cret" not in invalid.stderr
 
 
-def test_a_worker_on_an_external_nats_server_is_found_by_its_data_directory(
+def test_commands_find_a_worker_that_uses_an_external_nats_server_by_its_data_directory(
     started: Callable[..., WorkerProcess], nats_url: str
 ) -> None:
     server = nats_url.replace("nats://", "nats://name:secret@")
@@ -258,7 +260,7 @@ def test_a_worker_on_an_external_nats_server_is_found_by_its_data_directory(
     )
 
 
-def test_the_advice_to_start_a_worker_leaves_out_the_login_of_the_client_that_gets_it(
+def test_the_printed_command_that_starts_a_worker_contains_no_credentials_of_the_client(
     nats_url: str, tmp_path: Path
 ) -> None:
     context = tmp_path / "agent.json"

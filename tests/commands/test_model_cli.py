@@ -13,7 +13,7 @@ from command_runs import command, turnkeep
 from tests.parts import WorkerProcess
 
 
-async def test_a_model_served_by_name_cannot_be_removed_until_its_worker_stops(
+async def test_model_rm_refuses_to_remove_a_model_that_a_running_worker_serves(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path, tiny_model: Path
 ) -> None:
     shutil.copytree(tiny_model, tmp_path / "data" / "models" / "mine")
@@ -43,7 +43,7 @@ async def test_a_model_served_by_name_cannot_be_removed_until_its_worker_stops(
     shutil.copytree(tiny_model, tmp_path / "data" / "models" / "mine")  # the fixture starts it again
 
 
-async def test_broken_models_are_listed_with_their_faults_and_can_be_removed(
+async def test_model_list_shows_broken_models_with_their_faults_and_model_rm_removes_them(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     """As after a copy or a download by hand that has ended too early."""
@@ -66,7 +66,7 @@ async def test_broken_models_are_listed_with_their_faults_and_can_be_removed(
     assert [path.name for path in models.glob("[!.]*")] == ["sound"]
 
 
-async def test_model_show_says_how_the_chat_template_treats_messages(
+async def test_model_show_prints_how_the_chat_template_of_the_model_treats_messages(
     tmp_path: Path, model_with_template: Callable[[str, str], Path]
 ) -> None:
     users = "{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}"
@@ -79,7 +79,9 @@ async def test_model_show_says_how_the_chat_template_treats_messages(
     assert (said["refuses"], said["broken"]) == ([], []), "what renders no conversation is not asked"
 
 
-def test_the_command_pull_fails_for_a_name_that_is_no_hub_id_and_shows_the_right_form(tmp_path: Path) -> None:
+def test_the_command_pull_refuses_a_name_that_is_not_a_hugging_face_id_and_shows_the_right_form(
+    tmp_path: Path,
+) -> None:
     done = turnkeep("model", "pull", "qwen3:0.6b", "--data-dir", tmp_path)
     assert done.returncode == 1
     assert done.stderr == (
@@ -87,7 +89,7 @@ def test_the_command_pull_fails_for_a_name_that_is_no_hub_id_and_shows_the_right
     )
 
 
-async def test_a_unique_part_of_a_model_name_is_enough_to_select_the_model(
+async def test_the_model_commands_accept_a_unique_part_of_a_model_name_and_refuse_an_ambiguous_one(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     for name in ("Tiny-4B-4bit", "Tiny-4B-8bit", "Tiny-4B", "Other"):

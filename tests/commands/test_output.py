@@ -42,7 +42,9 @@ def data_dir(tmp_path: Path, tiny_model: Path) -> Path:
     return tmp_path / "data"
 
 
-def test_a_table_in_a_pipe_has_one_whole_line_for_each_row(data_dir: Path) -> None:
+def test_a_table_printed_into_a_pipe_has_one_line_per_row_neither_wrapped_nor_truncated(
+    data_dir: Path,
+) -> None:
     done = turnkeep("model", "list", "--data-dir", data_dir, COLUMNS="40")
     found = [line for line in done.stdout.splitlines() if LONG in line]
     assert len(found) == 1
@@ -74,7 +76,7 @@ def test_a_table_on_a_terminal_wraps_long_cells_without_losing_text(data_dir: Pa
 
 
 @pytest.mark.parametrize("command", [("model", "list"), ("doctor",)])
-def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
+def test_model_list_and_doctor_with_the_option_json_print_the_entries_of_their_tables_as_json(
     data_dir: Path, command: tuple[str, ...]
 ) -> None:
     done = turnkeep(*command, "--json", "--data-dir", data_dir)
@@ -82,7 +84,9 @@ def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
     assert {"list": LONG, "doctor": "data directory"}[command[-1]] in names
 
 
-async def test_info_without_a_session_shows_the_current_state_of_the_worker(local_worker: Callable) -> None:
+async def test_the_command_info_without_a_session_name_prints_the_current_state_of_the_worker(
+    local_worker: Callable,
+) -> None:
     """The command asks for the metrics: the worker publishes its next metrics message only in an hour."""
     worker = await local_worker(metrics_interval_s=3600.0, tenants=TenantLimits(metrics=5))
     await worker.client.session("s").append(text="hello")
@@ -97,7 +101,7 @@ async def test_info_without_a_session_shows_the_current_state_of_the_worker(loca
     assert not any(raw["by_tenant"].values()), "one tenant is told nothing of another"
 
 
-async def test_info_shows_0_bytes_of_room_for_snapshots_if_less_disk_is_free_than_must_stay_free(
+async def test_info_shows_0_bytes_left_for_snapshots_if_less_disk_space_is_free_than_min_free_disk(
     local_worker: Callable,
 ) -> None:
     worker = await local_worker(min_free_disk=2**60)
@@ -106,7 +110,9 @@ async def test_info_shows_0_bytes_of_room_for_snapshots_if_less_disk_is_free_tha
 
 
 @pytest.mark.parametrize("made", ["nothing", "data directory", "empty folder"])
-def test_cache_commands_say_that_a_fresh_data_directory_has_nothing_cached(tmp_path: Path, made: str) -> None:
+def test_cache_commands_on_a_missing_or_empty_data_directory_print_that_nothing_is_cached(
+    tmp_path: Path, made: str
+) -> None:
     data_dir = tmp_path / "fresh"
 
     def cache(*arguments: object) -> Result:
@@ -128,7 +134,7 @@ def test_cache_commands_say_that_a_fresh_data_directory_has_nothing_cached(tmp_p
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
 
 
-def test_a_long_step_prints_lines_with_its_progress_into_a_pipe(
+def test_the_progress_of_loading_weights_is_printed_as_lines_into_a_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.observe.progress._EVERY_S", 0.0)
@@ -143,7 +149,7 @@ def test_a_long_step_prints_lines_with_its_progress_into_a_pipe(
     ("size_bytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (13 * 2**20, "13 MiB"), (1.5 * 2**30, "1.5 GiB"), (20 * 2**30, "20 GiB")],
 )
-def test_sizes_are_formatted_with_a_fitting_unit(size_bytes: float, text: str) -> None:
+def test_commands_print_sizes_with_a_unit_that_fits_their_magnitude(size_bytes: float, text: str) -> None:
     assert size(size_bytes) == text
 
 
@@ -151,11 +157,11 @@ def test_sizes_are_formatted_with_a_fitting_unit(size_bytes: float, text: str) -
     ("seconds", "text"),
     [(0, "0 s"), (59, "59 s"), (120, "2 min"), (30 * 3600, "30 h"), (3 * 86400, "3 days")],
 )
-def test_durations_are_formatted_with_a_fitting_unit(seconds: float, text: str) -> None:
+def test_commands_print_durations_with_a_unit_that_fits_their_magnitude(seconds: float, text: str) -> None:
     assert span(seconds) == text
 
 
-def test_doctor_prints_only_json_on_standard_output_while_it_tries_a_model_for_the_first_time(
+def test_doctor_with_json_prints_nothing_but_json_on_standard_output_while_it_tests_a_new_model(
     tmp_path: Path,
 ) -> None:
     windows = {"model_type": "gemma3_text", "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 12}
@@ -212,11 +218,11 @@ def help_of(*command: str, columns: int = 80, flag: str = "--help") -> str:
         "--nats [embedded|URL]",
     ],
 )
-def test_the_help_shows_which_values_an_option_takes(shown: str) -> None:
+def test_the_help_of_serve_shows_the_allowed_values_or_the_form_of_the_value_of_an_option(shown: str) -> None:
     assert shown in help_of("serve", flag="--help-all")
 
 
-def test_only_the_commands_that_load_or_find_a_model_have_the_option_model() -> None:
+def test_only_serve_doctor_demo_model_path_and_cache_verify_have_the_option_model() -> None:
     own = [command for command in commands() if command[0] != "bench"]
     having = {command for command in own if "\n  --model " in help_of(*command)}
     assert having == {("serve",), ("doctor",), ("demo",), ("model", "path"), ("cache", "verify")}
@@ -290,7 +296,7 @@ def test_the_help_lists_every_command_with_its_description_without_importing_the
         assert len(words) > 1 or f"{words[0]} {command.short_help}" in listed
 
 
-def test_advice_on_a_program_in_a_folder_with_spaces_can_be_pasted_into_a_shell(
+def test_a_printed_command_whose_path_contains_spaces_is_quoted_for_the_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = tmp_path / "Application Support" / "turnkeep"
@@ -315,7 +321,7 @@ def test_a_misspelt_command_fails_and_suggests_the_right_one(typed: str, meant: 
     assert f"Did you mean '{meant}'?" in done.stderr
 
 
-def test_info_of_an_unloaded_model_says_so_instead_of_printing_zeros(
+def test_info_of_a_model_that_is_not_loaded_prints_that_the_next_request_loads_the_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _print_metrics(unloaded_metrics(worker="vm-small", version="1", model="small", others=()))

@@ -52,7 +52,7 @@ async def questions(client: Client) -> list[Any]:
     return [one.content for one in messages if one.role == "user"]
 
 
-async def test_ask_sends_images_and_refuses_a_file_that_is_no_image_with_an_error_that_names_it(
+async def test_ask_sends_image_files_and_refuses_any_other_file_with_an_error_that_names_the_file(
     local_worker: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -70,7 +70,7 @@ async def test_ask_sends_images_and_refuses_a_file_that_is_no_image_with_an_erro
     assert f"[image {digest(RED)[:12]}][image {digest(BLUE)[:12]}]Which?" in shown.stdout
 
 
-def test_a_chat_line_counts_as_dragged_images_only_if_it_consists_of_existing_image_files(
+def test_a_chat_line_attaches_images_only_if_the_whole_line_consists_of_existing_image_paths(
     files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     red, blue = files
@@ -98,7 +98,7 @@ def test_a_chat_line_counts_as_dragged_images_only_if_it_consists_of_existing_im
         assert dragged(line) == found, line
 
 
-async def test_a_chat_sends_dragged_images_with_the_next_question_and_with_its_retry_and_saves_them(
+async def test_a_chat_sends_and_saves_images_dragged_into_the_terminal_also_when_the_question_is_retried(
     local_worker: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     worker = await local_worker()

@@ -45,7 +45,7 @@ def shell(script: str, **more: str) -> subprocess.CompletedProcess[str]:
         ("TZ=America/New_York turnkeep sessions --since 9999-12-31T23:59", 2, "is no time"),
     ],
 )
-def test_an_error_of_the_system_about_a_file_folder_or_stream_is_printed_as_one_line(
+def test_a_command_prints_an_operating_system_error_as_one_line_without_a_traceback(
     script: str, code: int, says: str, tmp_path: Path
 ) -> None:
     (tmp_path / "home").touch()
@@ -56,7 +56,9 @@ def test_an_error_of_the_system_about_a_file_folder_or_stream_is_printed_as_one_
     assert "Exception ignored" not in done.stderr
 
 
-def test_an_error_about_a_temporary_file_names_the_file_that_the_command_was_to_write(tmp_path: Path) -> None:
+def test_an_error_while_writing_a_temporary_file_names_the_file_that_the_command_was_to_write(
+    tmp_path: Path,
+) -> None:
     for name, said in (("tmp69jzbbvy", "out.tar"), ("snapshots/a", "snapshots/a")):
         error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
         with (

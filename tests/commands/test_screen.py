@@ -28,13 +28,13 @@ def columns(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-def test_wrapped_lines_stay_inside_the_terminal_width_and_lose_no_word(columns: int) -> None:
+def test_wrapped_terminal_lines_fit_the_terminal_width_and_lose_no_word(columns: int) -> None:
     shown = wrapped(TEXT)
     assert max(map(cell_len, shown.split("\n"))) < columns
     assert "".join(shown.split()) == "".join(TEXT.split())
 
 
-def test_printed_lines_wrap_between_words_and_are_as_long_as_possible(columns: int) -> None:
+def test_terminal_output_wraps_between_words_and_fills_each_line_as_far_as_possible(columns: int) -> None:
     words = "the quick brown fox jumps over the lazy dog " * 3
     shown = wrapped(words).split("\n")
     assert " ".join(line.strip() for line in shown) == words.strip()
@@ -42,20 +42,22 @@ def test_printed_lines_wrap_between_words_and_are_as_long_as_possible(columns: i
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7])
-def test_streamed_pieces_wrap_into_the_same_lines_as_the_whole_text(columns: int, piece: int) -> None:
+def test_text_streamed_to_the_terminal_in_pieces_wraps_into_the_same_lines_as_the_whole_text(
+    columns: int, piece: int
+) -> None:
     words = WordWrap()
     parts = [words.feed(TEXT[i : i + piece]) for i in range(0, len(TEXT), piece)]
     assert "".join(parts) + words.rest() == wrapped(TEXT)
 
 
-def test_a_streamed_word_is_held_back_until_it_is_complete() -> None:
+def test_a_word_streamed_to_the_terminal_is_printed_only_once_it_is_complete() -> None:
     words = WordWrap()
     assert words.feed("hello wor") == "hello"
     assert words.feed("ld") == ""
     assert words.feed("\n") == " world\n"
 
 
-def test_printing_removes_control_characters_and_keeps_unicode_spaces_and_joiners() -> None:
+def test_text_printed_to_the_terminal_loses_control_characters_but_keeps_unicode_spaces_and_joiners() -> None:
     assert printable("a\x1b[2Jb\x07\r\n\tc\x9b\x7f") == "a[2Jb\n\tc"
     whole = "10\u202f000\u00a0km \U0001f468\u200d\U0001f469 \u0645\u06cc\u200c\u062e"
     assert printable(whole) == whole
@@ -104,7 +106,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, lines: int = 24) -> Callable[[], l
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
-def test_each_rendered_markdown_block_replaces_its_raw_text_on_the_terminal(
+def test_each_complete_markdown_block_is_rendered_in_place_of_its_raw_text_on_the_terminal(
     monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     shown = terminal(monkeypatch)
@@ -121,7 +123,7 @@ def test_each_rendered_markdown_block_replaces_its_raw_text_on_the_terminal(
     assert whole.strip("\n") == f"I think.\n\n{LOOKS}"
 
 
-def test_raw_markdown_is_shown_before_its_block_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_markdown_is_shown_raw_until_its_block_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = terminal(monkeypatch)
     screen = MarkdownScreen()
     screen.write("A **bold** w")
@@ -134,7 +136,9 @@ def test_raw_markdown_is_shown_before_its_block_is_complete(monkeypatch: pytest.
     assert "\n".join(shown()).rstrip() == "A bold word\n\n x=1\n\nThen\n\n1. one"
 
 
-def test_a_markdown_block_taller_than_the_terminal_stays_raw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_markdown_block_taller_than_the_terminal_is_not_rendered_and_stays_raw(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shown = terminal(monkeypatch, 5)
     screen = MarkdownScreen()
     for piece in ("```\n", *["x\n"] * 9, "```\n\n", "*Then*\n\n"):

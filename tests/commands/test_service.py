@@ -111,7 +111,7 @@ def asked(tmp_path: Path) -> list[str]:
     ]
 
 
-def test_service_installs_starts_shows_and_removes_a_systemd_unit(
+def test_the_command_service_installs_starts_shows_and_removes_a_systemd_unit(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
 ) -> None:
     stub("systemctl")
@@ -187,7 +187,7 @@ SUDO = '#!/bin/sh\n[ "$1" != install ] || set -- "$1" "$8" "$9"\necho "sudo $1" 
 
 
 @pytest.mark.parametrize("is_daemon", [False, True])
-def test_service_installs_twice_and_removes_a_launchd_agent_or_daemon_on_macos(
+def test_service_install_on_macos_can_be_repeated_and_service_uninstall_removes_the_launchd_agent_or_daemon(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path, is_daemon: bool
 ) -> None:
     stub("launchctl", LAUNCHCTL)
@@ -236,7 +236,7 @@ def test_the_log_of_a_launchd_service_is_rotated_before_it_grows_too_large(
     assert f"{(tmp_path / 'log.1').read_text()}{path.read_text()}".endswith("line 98\nline 99\n")
 
 
-def test_service_install_on_macos_refuses_folders_that_are_closed_to_services(
+def test_service_install_on_macos_refuses_folders_that_macos_closes_to_background_services(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
 ) -> None:
     stub("launchctl", LAUNCHCTL)
@@ -248,7 +248,7 @@ def test_service_install_on_macos_refuses_folders_that_are_closed_to_services(
     assert f"macOS keeps services out of {documents.parent}; move {documents}" in done.stderr
 
 
-def test_service_install_refuses_a_folder_closed_by_macos_however_its_name_is_capitalised(
+def test_service_install_on_macos_refuses_a_protected_folder_whatever_its_capitalisation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """macOS's file system ignores case: ~/documents is ~/Documents."""
@@ -294,12 +294,14 @@ def test_a_refused_service_install_names_the_obstacle_in_one_line_and_writes_not
 
 
 @pytest.mark.parametrize("word", ["/a b/c", "50%", "$HOME", 'say "hi"', "back\\slash", "é"])
-def test_a_systemd_unit_quotes_any_word_so_that_the_command_is_read_back_unchanged(word: str) -> None:
+def test_a_systemd_unit_quotes_special_characters_so_that_systemd_reads_the_command_unchanged(
+    word: str,
+) -> None:
     command = ["/bin/turnkeep", "serve", "--config", word]
     assert units.command_in(units.unit(command)) == command
 
 
-def test_the_completion_script_for_bash_uses_only_what_the_bash_3_2_of_macos_has(run: Run) -> None:
+def test_the_bash_completion_script_uses_no_feature_that_bash_3_2_of_macos_lacks(run: Run) -> None:
     done = run("completion", "bash", on_mac=True)
     assert done.returncode == 0, done.stderr
     newer = r"compopt|nosort|mapfile|readarray|declare -A|;;&|\|&|&>>|\$\{\w+(,|\^|@)|\[-1\]"
@@ -326,7 +328,7 @@ def test_a_command_raises_the_soft_limit_of_open_files_to_10240_or_to_the_hard_l
         ("x86_64", "", ""),
     ],
 )
-def test_make_setup_refuses_a_mac_without_mlx_before_it_installs_anything(
+def test_make_setup_refuses_a_mac_that_cannot_run_mlx_before_installing_anything(
     stub: Callable[..., Path], tmp_path: Path, machine: str, version: str, why: str
 ) -> None:
     """The stub is the Python of such a machine. On others it ends with an error at the module `venv`."""
@@ -348,7 +350,9 @@ def test_make_setup_refuses_a_mac_without_mlx_before_it_installs_anything(
     assert not made.exists()
 
 
-def test_bash_completes_commands_and_options(run: Run, stub: Callable[..., Path], tmp_path: Path) -> None:
+def test_bash_with_the_completion_script_completes_command_names_and_options(
+    run: Run, stub: Callable[..., Path], tmp_path: Path
+) -> None:
     if shutil.which("bash") is None:
         pytest.skip("there is no bash")
     stub("turnkeep", f'#!/bin/sh\nexec {sys.executable} -P -m commands "$@"\n')

@@ -66,7 +66,7 @@ async def abandoned(process: Process, model: Held, *, fenced: bool) -> Answer:
 
 
 @pytest.mark.parametrize("fenced", [True, False])
-async def test_a_session_erased_while_the_device_still_runs_its_abandoned_turn_leaves_no_kv(
+async def test_a_session_erased_while_the_device_still_runs_its_cancelled_turn_leaves_no_kv(
     make_model, open_process, fenced
 ) -> None:
     model = Held(make_model("llama"))
@@ -86,7 +86,7 @@ async def test_a_session_erased_while_the_device_still_runs_its_abandoned_turn_l
         assert process.engine.live_bytes(key("s"), as_tokens(tokens)) == 0
 
 
-async def test_a_turn_cancelled_while_its_restore_waits_for_memory_leaves_its_snapshots_erasable(
+async def test_after_a_turn_is_cancelled_while_its_restore_waits_for_memory_its_snapshots_can_be_erased(
     make_model, open_process
 ) -> None:
     tokens, asked = [1 + i % 90 for i in range(12 * BLOCK + 3)], asyncio.Event()

@@ -162,8 +162,10 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert steps < 20 * CAPACITY
 
 
-TestAdmission = AdmissionMachine.TestCase
-TestAdmission.settings = settings(stateful_step_count=50)
+test_random_turns_keep_the_memory_accounting_of_admission_exact_and_every_turn_ends = (
+    AdmissionMachine.TestCase
+)
+AdmissionMachine.TestCase.settings = settings(stateful_step_count=50)
 
 
 def begin(admission: Admission, name: str, size: int, *, tenant: str = "t", priority: int = 0) -> Claim:
@@ -197,7 +199,7 @@ def told(decision: Decision) -> list[str]:
     return list(said)
 
 
-def test_least_recently_used_idle_sessions_are_dropped_first_and_no_more_than_needed() -> None:
+def test_admission_drops_the_kv_of_as_few_idle_sessions_as_needed_least_recently_used_first() -> None:
     admission = Admission(Ledger(CAPACITY))
     for name in "abcd":
         leave(admission, begin(admission, name, 25), 25)
@@ -205,7 +207,7 @@ def test_least_recently_used_idle_sessions_are_dropped_first_and_no_more_than_ne
     assert said == ["e", "drop a", "drop b"]
 
 
-def test_tenants_take_turns_in_the_queue_for_memory() -> None:
+def test_turns_that_wait_for_kv_memory_are_admitted_in_rotation_among_tenants() -> None:
     admission = Admission(Ledger(CAPACITY))
     running = begin(admission, "running", CAPACITY)
     for i in range(20):
@@ -220,7 +222,7 @@ def test_tenants_take_turns_in_the_queue_for_memory() -> None:
     assert sorted(order[5:]) == sorted(f"many{i}" for i in range(3, 20))
 
 
-def test_small_turns_overtake_a_large_one_and_pause_once_their_memory_is_enough_for_it_to_start() -> None:
+def test_small_turns_overtake_a_waiting_large_turn_and_pause_once_the_large_turn_can_then_start() -> None:
     """Until older turns have freed enough for the large one, small turns use the free memory."""
     admission = Admission(Ledger(CAPACITY))
     for _ in range(2):  # a second large turn is not forgotten either
@@ -238,7 +240,7 @@ def test_small_turns_overtake_a_large_one_and_pause_once_their_memory_is_enough_
             leave(admission, claim)
 
 
-def test_a_growing_answer_drops_idle_sessions_first_and_then_pauses_the_youngest_turn() -> None:
+def test_a_growing_answer_takes_memory_from_idle_sessions_first_and_then_pauses_the_youngest_turn() -> None:
     admission = Admission(Ledger(CAPACITY))
     old = begin(admission, "old", 30)
     young = begin(admission, "young", 30)
@@ -276,7 +278,9 @@ async def make_engine(make_model, trials):
         assert device.stop()
 
 
-def test_a_tenants_turns_start_within_its_share_of_memory_and_a_single_turn_may_exceed_it() -> None:
+def test_a_tenants_turns_are_admitted_up_to_its_share_of_memory_and_a_lone_turn_may_exceed_the_share() -> (
+    None
+):
     ledger = Ledger(1000)
     admission = Admission(ledger, 300)
 
@@ -292,7 +296,7 @@ def test_a_tenants_turns_start_within_its_share_of_memory_and_a_single_turn_may_
     assert admission.num_waiting == 0
 
 
-def test_a_turn_that_waits_for_its_tenants_share_of_memory_is_overtaken_only_for_a_limited_time() -> None:
+def test_a_turn_that_waits_for_its_tenants_memory_share_is_overtaken_only_for_a_limited_time() -> None:
     ledger = Ledger(1000)
     admission = Admission(ledger, 300)
 
@@ -314,7 +318,7 @@ def test_a_turn_that_waits_for_its_tenants_share_of_memory_is_overtaken_only_for
     assert admission.release(large).granted == [larger]
 
 
-async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancelled_one(make_engine) -> None:
+async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancelled_turn(make_engine) -> None:
     """The new turn must not wait to share the prefill of its own session's old turn."""
     engine = await make_engine(20_000)
     context = as_tokens(prompt(900))
@@ -329,7 +333,9 @@ async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancel
         engine.forget(key("s"))
 
 
-async def test_a_rewound_session_reserves_the_memory_that_it_still_has(make_engine) -> None:
+async def test_a_turn_after_a_rewind_reserves_memory_for_all_kv_that_the_session_still_holds(
+    make_engine,
+) -> None:
     """To trim its KV frees nothing."""
     engine = await make_engine(20_000)
     await engine.run(TurnRequest(key("s"), as_tokens(prompt(900))), lambda: False)
@@ -341,7 +347,7 @@ async def test_a_rewound_session_reserves_the_memory_that_it_still_has(make_engi
     assert (await running).complete
 
 
-async def test_dropping_the_kv_of_chosen_sessions_spares_those_with_a_running_turn(make_engine) -> None:
+async def test_dropping_the_kv_of_chosen_sessions_spares_sessions_with_a_running_turn(make_engine) -> None:
     engine = await make_engine(20_000)
     context = as_tokens(prompt(900))
     for name in ("idle", "busy", "other"):
@@ -356,7 +362,7 @@ async def test_dropping_the_kv_of_chosen_sessions_spares_those_with_a_running_tu
     assert engine._kv_on_device.sessions() == [key("other")]
 
 
-async def test_turns_with_a_higher_priority_get_memory_first(make_engine) -> None:
+async def test_turns_of_higher_priority_that_wait_for_kv_memory_are_admitted_first(make_engine) -> None:
     engine = await make_engine(300)
     order: list[str] = []
 
@@ -372,12 +378,12 @@ async def test_turns_with_a_higher_priority_get_memory_first(make_engine) -> Non
     assert order == ["first", "higher", "high", "none", "late", "low"]
 
 
-def test_a_turn_that_has_waited_long_enough_is_not_overtaken_by_a_higher_priority() -> None:
+def test_a_turn_that_has_waited_long_enough_precedes_later_turns_of_higher_priority() -> None:
     waiting = place(100.0, 0)
     assert place(100.0 + 3 * PRIORITY_S - 1, 3) < waiting < place(100.0 + 3 * PRIORITY_S + 1, 3)
 
 
-async def test_a_cancelled_turn_no_longer_waits_for_memory(make_engine) -> None:
+async def test_a_turn_cancelled_while_it_waits_for_kv_memory_leaves_the_queue(make_engine) -> None:
     """Caches grow by 256 tokens: the running turn reserves 768 of 1,024, so only the small one fits."""
     engine = await make_engine(1024)
     running = asyncio.create_task(
@@ -416,7 +422,7 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
 
 
 @pytest.mark.parametrize("sampling", first([RowSampling(1.0, seed=7), RowSampling()]), ids=["hot", "greedy"])
-async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_same_tokens_as_alone(
+async def test_when_answers_outgrow_memory_the_youngest_pauses_and_each_gets_the_same_tokens_as_alone(
     make_engine, make_model, sampling
 ) -> None:
     """Two answers of 530 tokens, in memory for 1,100 tokens, get the same tokens as alone."""
@@ -444,7 +450,7 @@ def held_by(engine: Engine) -> set[SessionKey]:
 
 
 @pytest.mark.parametrize("seed", first(range(3)))
-async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random_turns(
+async def test_after_random_turns_event_loop_and_device_thread_agree_on_which_sessions_have_kv_in_memory(
     make_engine, make_model, seed
 ) -> None:
     """Turns grow, fork, rewind, fail and are cancelled, while the device is always short of memory."""
@@ -482,7 +488,7 @@ async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random
         assert tokens == alone(make_model("llama"), context, len(tokens))[0]
 
 
-def test_kv_on_the_device_is_reused_only_under_its_policy_and_at_positions_it_can_be_trimmed_to() -> None:
+def test_kv_on_the_device_is_reused_only_under_its_own_cache_policy_and_up_to_a_trimmable_position() -> None:
     held = KvOnDevice()
     held.put(SessionKey("t", "s"), as_tokens(range(10)), 100, earliest=4, policy=FULL)
     other = Policy(sink=4, window=128)

@@ -40,7 +40,7 @@ def push_until_over(answer: Answer, tokens: list[int]) -> list[str]:
 
 
 @given(data=st.data())
-def test_an_answer_resumed_from_its_first_tokens_continues_like_the_original(
+def test_an_answer_resumed_after_any_token_has_the_same_remaining_text_as_an_uninterrupted_one(
     tokenizer, new_answer, data
 ) -> None:
     """Resumed after any token, it has the same further text and end, and the same text if cancelled."""
@@ -67,7 +67,7 @@ def test_an_answer_resumed_from_its_first_tokens_continues_like_the_original(
 
 
 @pytest.mark.parametrize("max_tokens", [4, 12])
-def test_a_stop_string_is_left_out_of_the_text_and_its_tokens_are_kept(
+def test_an_answer_that_ends_at_a_stop_string_has_text_without_the_string_and_tokens_with_it(
     tokenizer, new_answer, max_tokens
 ) -> None:
     """It also counts as the reason for the end if the last token that the answer may have completes it."""
@@ -76,7 +76,7 @@ def test_a_stop_string_is_left_out_of_the_text_and_its_tokens_are_kept(
     assert ("".join(texts), answer.finish_reason, len(answer.tokens)) == ("x", "stop", 4)
 
 
-def test_an_end_token_is_the_reason_for_the_end_even_as_the_last_token_of_max_tokens(
+def test_an_answer_whose_last_allowed_token_is_an_end_token_has_the_finish_reason_stop(
     tokenizer, new_answer
 ) -> None:
     answer = new_answer(max_tokens=2)
@@ -122,7 +122,7 @@ def num_bytes(answer: Answer) -> int:
 
 
 @pytest.mark.parametrize("closes", ["</tool_call>", ""])
-def test_an_answer_whose_tool_calls_grow_too_large_keeps_those_that_fit_and_ends_with_length(
+def test_an_answer_whose_tool_calls_grow_too_large_keeps_the_calls_that_fit_and_ends_with_length(
     calling, closes: str
 ) -> None:
     """A short call is a long object in the result: its id, its type and its names."""

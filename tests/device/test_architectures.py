@@ -75,7 +75,9 @@ def same(one: mx.array | None, other: mx.array | None) -> bool:
     "family",
     [pytest.param(one, marks=() if one in USUAL else pytest.mark.packaging) for one in FAMILIES],
 )
-def test_the_config_field_rope_parameters_has_the_effect_of_the_older_rope_theta(family: str) -> None:
+def test_a_config_with_rope_parameters_gives_the_same_logits_as_one_with_the_older_rope_theta(
+    family: str,
+) -> None:
     usual = said(family, rope_theta=10_000.0)
     newer = said(family, rope_parameters={"rope_type": "default", "rope_theta": THETA})
     older = said(family, rope_theta=THETA)
@@ -91,7 +93,7 @@ def test_the_config_field_rope_parameters_has_the_effect_of_the_older_rope_theta
 @pytest.mark.packaging
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNROTATED])
-def test_a_rope_scaling_has_the_same_effect_under_each_field_name_or_is_refused(
+def test_a_rope_scaling_gives_the_same_logits_under_each_config_field_name_or_is_refused(
     family: str, scaling: dict[str, Any]
 ) -> None:
     parameters = {"rope_type": "default", "rope_theta": THETA}
@@ -106,6 +108,6 @@ def test_a_rope_scaling_has_the_same_effect_under_each_field_name_or_is_refused(
 
 
 @pytest.mark.packaging
-def test_the_table_of_architectures_in_the_docs_matches_the_results_of_their_trials() -> None:
+def test_the_architecture_table_of_the_documentation_matches_the_results_of_the_batching_trials() -> None:
     """If this fails, write the table again: python tests/device/architectures.py."""
     assert table() == [*csv.reader(TABLE.read_text().splitlines())]

@@ -58,7 +58,7 @@ async def stored(opened: AbstractAsyncContextManager[Process]) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 4), ("qwen3_next", None)])
-async def test_the_audit_recomputes_the_restored_blocks_of_a_session_and_finds_no_correct_one_wrong(
+async def test_the_kv_audit_recomputes_restored_blocks_and_reports_no_correct_block_as_wrong(
     make_model, open_process, kind, kv_bits
 ) -> None:
     model = make_model(kind, kv_bits)
@@ -77,7 +77,7 @@ async def test_the_audit_recomputes_the_restored_blocks_of_a_session_and_finds_n
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-async def test_the_audit_quarantines_a_block_with_wrong_kv_and_removes_all_blocks_that_continue_it(
+async def test_the_kv_audit_quarantines_a_wrong_block_and_removes_all_later_blocks_that_continue_it(
     build_model, open_process, tmp_path, monkeypatch, is_used
 ) -> None:
     """Also if a turn has restored it just before: its answer goes on, but leaves no KV."""
@@ -115,7 +115,7 @@ async def test_the_audit_quarantines_a_block_with_wrong_kv_and_removes_all_block
 
 
 @pytest.mark.parametrize("fault", ["the worker stops", "the disk fails"])
-async def test_a_stop_of_the_worker_or_a_disk_error_during_an_audit_does_not_end_the_audit_task(
+async def test_the_task_of_kv_audits_continues_after_a_disk_error_or_a_worker_stop_during_an_audit(
     make_model, open_process, monkeypatch, fault
 ) -> None:
     model = make_model("llama")
@@ -138,7 +138,7 @@ async def test_a_stop_of_the_worker_or_a_disk_error_during_an_audit_does_not_end
         assert not task.done()
 
 
-async def test_a_block_is_not_compared_with_the_kv_of_an_interrupted_audit(
+async def test_the_kv_audit_compares_a_stored_block_only_with_a_recomputation_that_was_not_interrupted(
     make_model, open_process, monkeypatch
 ) -> None:
     model = make_model("llama")
@@ -164,7 +164,7 @@ async def test_a_block_is_not_compared_with_the_kv_of_an_interrupted_audit(
         assert len(blocks) == 3
 
 
-async def test_an_audit_waits_until_no_request_runs_and_begins_again(
+async def test_a_kv_audit_that_a_request_interrupts_starts_again_once_no_request_runs(
     make_model, open_process, monkeypatch
 ) -> None:
     model = make_model("llama")
@@ -218,7 +218,7 @@ async def stored_twice(opened: AbstractAsyncContextManager[Process]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 4), ("exaone4", None), ("qwen3_next", None)])
-async def test_recomputing_a_correct_cache_covers_every_block_and_tail_piece_and_finds_none_wrong(
+async def test_recomputing_the_kv_of_a_correct_cache_covers_every_block_and_finds_none_wrong(
     make_model, open_process, tmp_path, trials, kind, kv_bits
 ) -> None:
     model = make_model(kind, kv_bits)
@@ -229,7 +229,7 @@ async def test_recomputing_a_correct_cache_covers_every_block_and_tail_piece_and
 
 
 @pytest.mark.parametrize("kv_bits", [None, 4])
-async def test_recomputing_names_each_file_that_other_weights_wrote_under_the_same_model_identity(
+async def test_recomputing_the_kv_of_a_cache_lists_each_file_that_was_written_with_other_weights(
     make_model, open_process, tmp_path, trials, kv_bits
 ) -> None:
     model = make_model("llama", kv_bits)

@@ -55,7 +55,7 @@ def run(
     return drawn
 
 
-def test_rounding_to_16_bits_does_not_make_a_model_fail_its_batching_trial(build_model) -> None:
+def test_a_bfloat16_model_passes_its_batching_trial_despite_rounding(build_model) -> None:
     """In 12 layers bfloat16 changes logits by 0.06 to 0.11 of the largest, as much as a wrong mask does."""
     model = build_model("llama", num_hidden_layers=12, **WIDE)
     model.set_dtype(mx.bfloat16)
@@ -78,7 +78,7 @@ def test_rounding_to_16_bits_does_not_make_a_model_fail_its_batching_trial(build
         ("llama4", None, OwnPass, CommonKv),
     ],
 )
-def test_a_models_cache_classes_and_attention_decide_how_its_rows_are_batched(
+def test_each_kind_of_model_is_batched_in_the_way_that_its_cache_classes_and_attention_allow(
     make_model, kind, kv_bits, way, keeping
 ) -> None:
     batch = batch_for(make_model(kind, kv_bits))
@@ -86,7 +86,7 @@ def test_a_models_cache_classes_and_attention_decide_how_its_rows_are_batched(
 
 
 @pytest.mark.parametrize(("seed", "ahead", "smallest"), thinned(range(4), [0.0, 0.8], [4, 256], strength=2))
-def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
+def test_answers_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
     make_model, monkeypatch, seed, smallest, ahead
 ) -> None:
     """Joins, leaves and lengths are random. Rows stay in one pool or move to larger ones; steps run ahead."""
@@ -120,7 +120,7 @@ def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
         np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
 
 
-def test_prompts_that_share_a_pass_with_answers_and_other_prompts_get_the_same_tokens_as_alone(
+def test_prompts_sharing_a_forward_pass_with_answers_and_other_prompts_get_the_same_tokens_as_alone(
     make_model,
 ) -> None:
     """One pass runs pieces of three prompts and two answers; each gets the tokens that it gets alone."""
@@ -152,7 +152,7 @@ def test_prompts_that_share_a_pass_with_answers_and_other_prompts_get_the_same_t
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next", "falcon_h1", "llama4"])
-def test_a_batch_reports_kv_lengths_of_rows_whose_cache_may_need_more_memory_in_the_next_step(
+def test_a_batch_lists_the_rows_whose_kv_cache_may_need_more_memory_in_the_next_step(
     make_model, kind
 ) -> None:
     """Whether the caches of hybrids and of chunked attention will grow is unknown."""
@@ -165,7 +165,9 @@ def test_a_batch_reports_kv_lengths_of_rows_whose_cache_may_need_more_memory_in_
     assert batch.growing == [255]
 
 
-def test_rows_keep_their_own_caches_after_memory_for_a_pool_ran_out(make_model, monkeypatch) -> None:
+def test_batch_rows_decode_with_separate_kv_caches_after_memory_for_a_shared_cache_pool_ran_out(
+    make_model, monkeypatch
+) -> None:
     """Not even the first row joined the pool, and later there is no room for one."""
     model, rooms = make_model("llama"), iter([True])
     batch = batched(model, lambda _: next(rooms, False))
@@ -185,7 +187,7 @@ def test_rows_keep_their_own_caches_after_memory_for_a_pool_ran_out(make_model, 
         assert [*piece.row.known[7:]] == alone(model, prompt(7, salt), 5)[0]
 
 
-def test_a_model_whose_caches_cannot_be_trimmed_never_speculates(make_model) -> None:
+def test_a_model_whose_caches_cannot_be_trimmed_decodes_without_drafts(make_model) -> None:
     model = make_model("qwen3_next")
     batch = drafting(model, 8)
     drawn = run(batch, [begin(model, prompt(9))], 30)[0]
@@ -205,7 +207,7 @@ def never() -> int:
     raise AssertionError("it was tried again")
 
 
-def test_the_result_of_a_passed_model_trial_is_stored_and_the_trial_not_repeated(path: Path) -> None:
+def test_the_result_of_a_passed_batching_trial_is_stored_and_the_trial_is_not_run_again(path: Path) -> None:
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
     assert Trials(path, "model").way("merge", never, 2) == 1
     assert Trials(path, "model").way("share", lambda: 0, 1) == 0
@@ -263,7 +265,7 @@ def test_a_model_whose_batched_logits_deviate_by_more_than_rounding_fails_its_ba
     assert passed == [most / 2]
 
 
-def test_a_stored_trial_result_is_valid_only_on_the_same_gpu_and_system(
+def test_a_stored_batching_trial_result_is_used_only_on_the_same_gpu_and_system(
     a_gpu, monkeypatch, make_model
 ) -> None:
     """Another chip has other kernels, and so may have another macOS."""
@@ -278,14 +280,16 @@ def test_a_stored_trial_result_is_valid_only_on_the_same_gpu_and_system(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{not json", '{"model": 3}', "[" * 100_000])
-def test_a_broken_file_of_trial_results_counts_as_empty_and_is_replaced(path: Path, content: str) -> None:
+def test_a_broken_file_of_batching_trial_results_is_treated_as_empty_and_replaced(
+    path: Path, content: str
+) -> None:
     path.write_text(content)
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
     assert Trials(path, "model").way("merge", never, 2) == 1
 
 
 @pytest.mark.parametrize("way", [2, -1, True, "1", None, 1.0])
-def test_a_model_trial_with_an_invalid_stored_result_runs_again(path: Path, way: object) -> None:
+def test_a_batching_trial_whose_stored_result_is_invalid_runs_again(path: Path, way: object) -> None:
     path.write_text(json.dumps({"model": {"merge": way}}))
     assert Trials(path, "model").way("merge", lambda: 0, 2) == 0
 
@@ -306,17 +310,17 @@ def test_a_batching_trial_in_which_the_gpu_fails_raises_the_error_and_gives_no_v
         batch_kinds.batch_for(make_model("llama"))
 
 
-def test_a_full_file_of_trial_results_drops_the_model_that_was_tried_longest_ago(path: Path) -> None:
+def test_a_full_file_of_batching_trial_results_drops_the_model_whose_trial_is_oldest(path: Path) -> None:
     for i, name in [*((i, "merge") for i in range(16)), (0, "share"), (16, "merge")]:
         Trials(path, f"model {i}").way(name, lambda: 0, 2)
     assert [*json.loads(path.read_text())] == [f"model {i}" for i in (*range(2, 16), 0, 16)]
 
 
-def test_a_model_trial_returns_its_result_although_it_cannot_be_stored(tmp_path: Path) -> None:
+def test_a_batching_trial_returns_its_result_even_if_the_result_cannot_be_stored(tmp_path: Path) -> None:
     assert Trials(tmp_path / "missing" / "trials.json", "model").way("merge", lambda: 1, 2) == 1
 
 
-def test_a_trial_whose_result_is_shipped_with_turnkeep_does_not_run(path: Path) -> None:
+def test_a_batching_trial_whose_result_is_shipped_with_turnkeep_does_not_run(path: Path) -> None:
     trials = Trials(path, "model", {"share": 0})
     assert trials.way("share", never, 1) == 0
     assert trials.way("merge", lambda: 1, 2) == 1
@@ -345,7 +349,7 @@ batch_for(loaded.model, trials=Trials(path, trial_key(loaded, layers.describe(ow
 @pytest.mark.model
 @pytest.mark.packaging  # 30 s, for what changes with the packages alone
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="shipped for a CPU only")
-def test_the_shipped_results_of_batching_trials_equal_those_of_new_ones_on_the_packaged_model(
+def test_the_shipped_batching_trial_results_equal_those_of_new_trials_of_the_packaged_model(
     packaged_folder: Path, path: Path
 ) -> None:
     """If it fails after an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`.

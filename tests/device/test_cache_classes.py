@@ -84,7 +84,9 @@ def arrays(tensors: dict[str, Any]) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS | OTHERS))
-def test_the_tensors_of_a_snapshot_match_the_layout_computed_for_the_model(build_model, kind) -> None:
+def test_kv_copied_for_a_snapshot_has_the_tensors_of_the_layout_computed_for_the_model(
+    build_model, kind
+) -> None:
     """Checked at several lengths, and in bfloat16, where parts of a state may have another type."""
     model = build_model(kind)
     if kind not in MIXTURES:
@@ -103,7 +105,9 @@ def test_the_tensors_of_a_snapshot_match_the_layout_computed_for_the_model(build
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PLAIN])
-def test_a_layers_state_is_copied_and_restored_only_at_its_own_token_position(make_caches, kind) -> None:
+def test_the_state_of_a_recurrent_layer_is_copied_and_restored_only_at_its_own_token_position(
+    make_caches, kind
+) -> None:
     model, new = make_caches(kind)
     caches = new()
     run(model, caches, prompt(2 * BLOCK)[:BLOCK])
@@ -131,7 +135,7 @@ def test_a_layers_state_is_copied_and_restored_only_at_its_own_token_position(ma
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1", "mamba2"])
-def test_checking_restored_recurrent_states_leaves_mlxs_default_device_unchanged(make_caches, kind) -> None:
+def test_restoring_recurrent_states_leaves_the_default_device_of_mlx_unchanged(make_caches, kind) -> None:
     """All threads share one default device, which the device thread uses. A second CPU stands for the GPU."""
     model, new = make_caches(kind)
     caches = new()
@@ -158,7 +162,9 @@ def test_checking_restored_recurrent_states_leaves_mlxs_default_device_unchanged
         prove(state, BLOCK + 1)
 
 
-def test_a_snapshot_that_lacks_queue_space_omits_recurrent_states_before_keys_and_values(make_caches) -> None:
+def test_a_snapshot_too_large_for_the_write_queue_leaves_out_recurrent_states_first_and_then_all_kv(
+    make_caches,
+) -> None:
     """Later blocks cannot be used without the keys and values of earlier ones."""
     model, new = make_caches("qwen3_next")
     caches = new()
@@ -179,7 +185,7 @@ def test_a_snapshot_that_lacks_queue_space_omits_recurrent_states_before_keys_an
         assert cut == expected
 
 
-def test_a_turn_reserves_queue_space_for_the_recurrent_state_at_its_end(make_caches, make_rig) -> None:
+def test_a_turn_reserves_write_queue_space_for_the_recurrent_state_at_its_end(make_caches, make_rig) -> None:
     """At earlier block boundaries a state is stored only if the queue has space for two."""
     model, new = make_caches("mamba2")
     caches = new()
@@ -204,7 +210,9 @@ def test_a_turn_reserves_queue_space_for_the_recurrent_state_at_its_end(make_cac
 
 
 @pytest.mark.parametrize("kind", [one for one in [*CONFIGS, "llama4", "qwen3_next"] if one != "rwkv7"])
-def test_the_kv_of_a_session_has_exactly_the_computed_size_at_any_length(make_model, make_rig, kind) -> None:
+def test_the_kv_of_a_session_takes_exactly_the_computed_number_of_bytes_at_any_length(
+    make_model, make_rig, kind
+) -> None:
     """Sizes are equal to the byte after prompts and answers; windows and chunks do not exceed their limit."""
     model = make_model(kind)
     size, rig, history = cache_sizes(model), make_rig(model), []
@@ -238,7 +246,7 @@ def answer(model: Any, tokens: Sequence[int], num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("end", [3 * CHUNK + 1, 4 * CHUNK])
-def test_a_rewind_within_the_last_chunk_prefills_one_token_and_a_longer_one_prefills_all(
+def test_a_rewind_within_the_last_attention_chunk_prefills_one_token_and_a_longer_rewind_all_tokens(
     make_model, make_rig, end
 ) -> None:
     model = make_model(KIND)

@@ -44,7 +44,7 @@ def model(build_model) -> Any:
     return build_model("llama", **WIDE)
 
 
-def test_the_name_of_a_paged_policy_contains_its_numbers_and_the_word_exact() -> None:
+def test_the_cache_name_of_a_paged_policy_contains_its_numbers_and_the_word_exact() -> None:
     """Because of the word, KV that an older version stored after an inexact prefill is not found."""
     assert str(POLICY) == "paged(4,256,320,197-232,exact)"
 
@@ -95,8 +95,8 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "tolerance", "seed"), EXACT, ids=str)
-def test_a_paged_prompt_in_pieces_of_any_size_gets_the_logits_of_full_attention(
+@pytest.mark.parametrize(("kind", "dtype", "tolerance", "seed"), EXACT)
+def test_a_paged_prompt_prefilled_in_pieces_of_any_size_has_the_logits_of_full_attention(
     build_model, kind: str, dtype: mx.Dtype, tolerance: float, seed: int
 ) -> None:
     model, rng = build_model(kind, **WIDE), random.Random(seed)
@@ -111,7 +111,7 @@ def test_a_paged_prompt_in_pieces_of_any_size_gets_the_logits_of_full_attention(
     assert paged.first(caches).num_passed > 3 * HELD, "most of it has left the device"
 
 
-def test_the_tokens_of_a_paged_answer_attend_to_only_a_part_of_the_session(build_model) -> None:
+def test_the_generated_tokens_of_a_paged_session_attend_to_only_a_part_of_the_session(build_model) -> None:
     model = build_model("llama", **WIDE)
     forward, tokens = Forward(model), prompt(3 * HELD)
     caches = layers.make(model, POLICY)
@@ -121,7 +121,9 @@ def test_the_tokens_of_a_paged_answer_attend_to_only_a_part_of_the_session(build
     assert mx.abs(found - expected).max().item() > 1e-3 * mx.abs(expected).max().item()
 
 
-def test_prefill_refuses_a_gap_between_the_stored_kv_and_the_kv_on_the_device(build_model) -> None:
+def test_a_paged_prefill_raises_an_error_if_tokens_between_stored_kv_and_device_kv_are_missing(
+    build_model,
+) -> None:
     model = build_model("llama", **WIDE)
     forward, tokens, caches = Forward(model), prompt(3 * HELD), layers.make(model, POLICY)
     exactly(forward, caches, tokens, [HELD, HELD], 128)
@@ -131,7 +133,9 @@ def test_prefill_refuses_a_gap_between_the_stored_kv_and_the_kv_on_the_device(bu
         forward([OwnPart(caches, 2 * HELD, 1)], [5])
 
 
-async def test_a_prompt_is_prefilled_again_from_a_damaged_block_on(model, open_process) -> None:
+async def test_a_paged_prompt_with_a_damaged_stored_block_is_prefilled_again_from_that_block_on(
+    model, open_process
+) -> None:
     tokens = prompt(50 * CHUNK)
     async with open_process(model, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
@@ -150,7 +154,7 @@ async def test_a_prompt_is_prefilled_again_from_a_damaged_block_on(model, open_p
     assert np.abs(np.frombuffer(bits[0], np.float32) - np.array(expected)).max() < 1e-3
 
 
-async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_no_turn_uses_it(
+async def test_erasing_a_session_deletes_its_quarantined_block_once_no_turn_uses_the_block(
     model, open_process, tmp_path
 ) -> None:
     tokens = prompt(50 * CHUNK)
@@ -177,7 +181,7 @@ async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_
         assert list((tmp_path / "kv" / "quarantine").iterdir()) == []
 
 
-async def test_a_paged_turn_fails_with_the_reason_if_no_block_can_be_saved(
+async def test_a_paged_turn_fails_with_the_reason_if_no_kv_block_can_be_saved_to_disk(
     model, open_process, monkeypatch
 ) -> None:
     monkeypatch.setattr(cutter, "PATIENCE_S", 0.1)
@@ -204,7 +208,7 @@ def test_a_paged_prompt_that_waits_for_the_disk_does_not_delay_other_prompts(mak
 
 
 @pytest.mark.parametrize("seed", first(range(4), 2))
-async def test_paged_prompts_get_the_logits_of_full_attention_after_rewinds_forks_and_restarts(
+async def test_paged_prompts_have_the_logits_of_full_attention_after_rewinds_forks_and_restarts(
     model, open_process, seed: int
 ) -> None:
     """An answer has one token, which is drawn from the prompt's logits and prefilled with the next prompt.
@@ -231,7 +235,7 @@ async def test_paged_prompts_get_the_logits_of_full_attention_after_rewinds_fork
                 sessions[name] = [*tokens, *drawn]
 
 
-async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_beside_it(
+async def test_a_paged_prompt_whose_stored_kv_is_lost_does_not_change_a_concurrent_answer(
     model, open_process
 ) -> None:
     tokens = prompt(50 * CHUNK)
@@ -266,9 +270,7 @@ async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_besid
         assert len(growing.tokens) == 1000
 
 
-async def test_a_paged_prompt_that_found_the_disk_hanging_does_not_wait_for_it_again(
-    model, open_process, monkeypatch
-) -> None:
+async def test_a_paged_prompt_waits_for_a_hung_disk_only_once(model, open_process, monkeypatch) -> None:
     """It would stop the answers beside it, too."""
     answers, num_begun, tokens = threading.Event(), 0, as_tokens(prompt(40 * CHUNK))
 
@@ -293,7 +295,7 @@ async def test_a_paged_prompt_that_found_the_disk_hanging_does_not_wait_for_it_a
 
 
 @pytest.mark.parametrize("end", ["cancel", "stop"])
-async def test_a_paged_turn_that_is_cancelled_or_stopped_while_stored_kv_is_missing_does_not_fail(
+async def test_a_paged_turn_that_cannot_read_its_stored_kv_can_be_cancelled_or_interrupted_by_a_worker_stop(
     model, open_process, monkeypatch, end: str
 ) -> None:
     """It is cancelled, or answered after the restart, whatever the disk did meanwhile."""
@@ -318,7 +320,7 @@ async def test_a_paged_turn_that_is_cancelled_or_stopped_while_stored_kv_is_miss
                 await turn
 
 
-async def test_a_paged_prompt_with_8_bit_kv_gets_nearly_the_logits_of_full_attention(
+async def test_a_paged_prompt_with_8_bit_kv_has_nearly_the_logits_of_full_attention(
     make_model, open_process
 ) -> None:
     model, tokens, found = make_model("llama", 8), prompt(40 * CHUNK + 9), []

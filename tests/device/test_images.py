@@ -205,7 +205,7 @@ async def test_an_answer_about_an_image_has_the_tokens_and_logits_of_mlx_vlm(
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("layout", ["pt", "4-bit"])
-async def test_a_vision_model_answers_from_weights_in_every_supported_file_layout(
+async def test_a_vision_model_loaded_from_any_supported_weight_file_layout_gives_the_same_answer(
     seeing, open_process, kind, layout
 ) -> None:
     seen, image = seeing(kind, layout), picture(1)
@@ -283,7 +283,7 @@ async def test_after_a_restart_a_prompt_continues_inside_an_image_whose_kv_was_s
     assert read.num == 2
 
 
-async def test_a_prompt_that_ends_inside_an_image_is_refused_by_models_that_see_images_only_whole(
+async def test_a_prompt_that_ends_inside_an_image_is_refused_by_models_that_encode_images_only_as_a_whole(
     seeing, open_process
 ) -> None:
     seen, image = seeing("gemma3"), picture(1)
@@ -323,7 +323,7 @@ def test_prefill_continued_inside_an_image_gives_the_same_logits_as_an_uninterru
     [(SLACK, "gemma3"), (SLACK, "gemma4"), (4096, "gemma3")],
     ids=["slack-gemma3", "slack-gemma4", "grid-gemma3"],
 )
-async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_is_seen_whole(
+async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_gets_the_same_answer_as_with_plain_caches(
     seeing, open_process, kind, multiple
 ) -> None:
     """Of the tokens that a ring writes at once, or of those after which a ring may count from 0 again."""
@@ -336,7 +336,7 @@ async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_is_seen_whole(
     assert found == seen.greedy(tokens, (image,), found)
 
 
-async def test_an_image_with_more_tokens_than_the_ring_cache_has_to_spare_is_seen_whole(
+async def test_an_image_with_more_tokens_than_the_ring_cache_has_to_spare_gets_the_answer_of_plain_caches(
     seeing, open_process
 ) -> None:
     """Behind a text of which its first token still sees the end; rewound to, and restored."""
@@ -354,7 +354,9 @@ async def test_an_image_with_more_tokens_than_the_ring_cache_has_to_spare_is_see
         assert (await run(process, tokens, 4, read))[1] == expected
 
 
-def test_a_ring_cache_keeps_an_image_and_the_whole_window_of_its_first_token(seeing) -> None:
+def test_a_ring_cache_written_with_an_image_keeps_the_image_and_the_window_before_its_first_token(
+    seeing,
+) -> None:
     """The last layer's keys are those that follow from mlx-lm's windows, which overwrite nothing so early."""
     seen, image = seeing("large"), picture(1, 40, 28)
     tokens, vision_model = seen.prompt("a text" * 9 + "@", image), seen.loaded.vision_model
@@ -371,7 +373,7 @@ def test_a_ring_cache_keeps_an_image_and_the_whole_window_of_its_first_token(see
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_5"])
-async def test_different_images_with_equal_token_ids_get_their_own_answers_in_any_session(
+async def test_different_images_with_equal_token_ids_get_their_own_answers_in_one_and_in_several_sessions(
     seeing, open_process, kind
 ) -> None:
     """One after the other and back; both at once without any KV; after a restart."""
@@ -397,7 +399,7 @@ async def test_different_images_with_equal_token_ids_get_their_own_answers_in_an
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl", "qwen3_vl", *JOINT])
-async def test_a_model_whose_rows_run_one_by_one_gives_the_same_answers_about_images(
+async def test_answers_about_images_are_the_same_with_batch_rows_run_one_by_one_as_in_one_pass(
     seeing, open_process, monkeypatch, kind
 ) -> None:
     seen, image = seeing(kind), picture(1)
@@ -427,14 +429,14 @@ async def test_a_windowed_session_gives_the_same_answer_about_an_image_after_a_r
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", *JOINT])
-async def test_a_vision_model_with_position_grids_or_two_way_attention_in_images_refuses_windowed_policies(
+async def test_a_vision_model_with_position_grids_or_two_way_image_attention_refuses_windowed_policies(
     seeing, open_process, kind
 ) -> None:
     async with open_process(seeing(kind)) as process:
         assert "use the policy full" in (process.engine.refusal(Policy(2, 256)) or "")
 
 
-async def test_images_with_equal_numbers_of_tokens_but_different_shapes_get_their_own_answers(
+async def test_images_with_equal_token_counts_but_different_shapes_get_their_own_answers(
     seeing, open_process
 ) -> None:
     """Tokens, and their numbers, are the same; rows and positions differ."""
@@ -447,7 +449,7 @@ async def test_images_with_equal_numbers_of_tokens_but_different_shapes_get_thei
             assert found == seen.answer(tokens, some, 6)[0]
 
 
-async def test_batched_answers_continue_at_the_right_positions_after_images_of_different_sizes(
+async def test_batched_answers_after_images_of_different_sizes_equal_those_given_alone(
     seeing, open_process
 ) -> None:
     seen, images = seeing("qwen2_vl"), [picture(i, 20 + 10 * i, 20) for i in range(4)]
@@ -474,7 +476,7 @@ async def test_a_paged_prompt_attends_to_an_image_whose_kv_is_only_on_disk(seein
     assert found == seen.answer(tokens, (image,), 1)[0][0]
 
 
-async def test_answers_with_quantised_kv_depend_on_which_image_was_sent(seeing, open_process) -> None:
+async def test_with_quantised_kv_a_different_image_gives_a_different_answer(seeing, open_process) -> None:
     seen, images = seeing("wide"), (picture(1), picture(2), picture(1))
     read, found = Reader(seen, *images), list[list[int]]()
     async with open_process(seen, kv_bits=8) as process:
@@ -485,7 +487,9 @@ async def test_answers_with_quantised_kv_depend_on_which_image_was_sent(seeing, 
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "gemma4"])
-async def test_drafts_and_priorities_do_not_change_answers_about_images(seeing, open_process, kind) -> None:
+async def test_speculative_drafts_and_priorities_do_not_change_answers_about_images(
+    seeing, open_process, kind
+) -> None:
     seen, image = seeing(kind), picture(4)
     tokens, read = seen.prompt("aaaa aaaa aaaa @ aaaa aaaa", image), Reader(seen, image)
     expected = seen.answer(tokens, (image,), 24)[0]
@@ -494,7 +498,9 @@ async def test_drafts_and_priorities_do_not_change_answers_about_images(seeing, 
         assert [found for _, found in await asyncio.gather(*both)] == [expected] * 2
 
 
-async def test_an_image_that_cannot_be_read_fails_only_its_own_turn(seeing, open_process) -> None:
+async def test_a_turn_whose_image_cannot_be_read_fails_and_concurrent_turns_complete(
+    seeing, open_process
+) -> None:
     """Files that were fine when the prompts were made."""
     seen, good, bad, other = seeing("idefics3"), picture(1), picture(2), picture(3)
     both = (("@?", (good,)), ("@@?", (good, bad)), ("no picture", ()), ("@?", (other,)))
@@ -512,7 +518,9 @@ async def test_an_image_that_cannot_be_read_fails_only_its_own_turn(seeing, open
         assert (await run(process, asked[0], 6, read))[1] == found
 
 
-async def test_a_turn_that_waits_for_an_image_can_be_cancelled(seeing, open_process) -> None:
+async def test_a_turn_cancelled_while_it_waits_for_an_image_ends_and_the_next_turn_is_answered(
+    seeing, open_process
+) -> None:
     seen, image = seeing("idefics3"), picture(1)
     tokens, asked = seen.prompt("@?", image), asyncio.Event()
 
@@ -530,7 +538,7 @@ async def test_a_turn_that_waits_for_an_image_can_be_cancelled(seeing, open_proc
         assert (await run(process, tokens, 6, Reader(seen, image)))[1] == seen.answer(tokens, (image,), 6)[0]
 
 
-async def test_an_encoded_image_is_reused_by_other_sessions_until_a_session_with_it_is_forgotten(
+async def test_an_encoded_image_is_reused_by_other_sessions_until_a_session_with_that_image_is_erased(
     seeing, open_process
 ) -> None:
     seen, image = seeing("idefics3"), picture(1)
@@ -545,7 +553,7 @@ async def test_an_encoded_image_is_reused_by_other_sessions_until_a_session_with
     assert read.num == 2, "a forgotten image's rows are dropped"
 
 
-async def test_a_running_answer_waits_for_at_most_one_layer_of_the_vision_model_at_a_time(
+async def test_a_running_answer_is_delayed_by_at_most_one_layer_of_the_vision_encoder_at_a_time(
     seeing, open_process, monkeypatch
 ) -> None:
     seen, image = seeing("smolvlm"), picture(1, 50, 40)
@@ -583,7 +591,7 @@ async def test_a_running_answer_waits_for_at_most_one_layer_of_the_vision_model_
     assert all(later > before for before, later in itertools.pairwise(counts)), counts
 
 
-async def test_each_image_that_does_not_fit_into_memory_waits_for_room_then_is_refused_with_its_bytes(
+async def test_an_image_too_large_for_free_memory_waits_for_room_and_is_then_refused_with_its_size_in_bytes(
     seeing, open_process, monkeypatch
 ) -> None:
     seen, image, starved = seeing("idefics3"), picture(1), list[vision.Starvation]()
@@ -623,7 +631,7 @@ async def test_a_vision_model_without_its_processor_config_refuses_images_with_t
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("size", [(20, 70), (1, 1), (100, 100), (200, 20)], ids=str)
-def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, size) -> None:
+def test_an_image_is_expanded_to_the_same_tokens_as_by_the_processor_of_mlx_vlm(seeing, kind, size) -> None:
     """Its processors need the tokenizer of transformers."""
     seen, image = seeing(kind), picture(1, *size)
     image_processor = seen.loaded.vision_model.processor
@@ -672,7 +680,9 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     assert image_processor.read(image).end - image_processor.read(image).start >= 1
 
 
-def test_an_image_that_the_chat_template_drops_is_an_error(seeing) -> None:
+def test_a_chat_template_that_writes_fewer_or_more_images_than_the_messages_have_raises_an_error(
+    seeing,
+) -> None:
     image_processor, image = seeing("idefics3").loaded.vision_model.processor, picture(1)
     with pytest.raises(TemplateError, match="the chat template writes 1 of 2 images; "):
         image_processor.written(f"a{image_processor.image}b", [image_processor.read(image).grid] * 2)
@@ -685,7 +695,7 @@ def test_an_image_that_the_chat_template_drops_is_an_error(seeing) -> None:
         )
 
 
-def test_the_fingerprint_of_an_image_depends_on_its_file_the_processor_and_the_grid(seeing) -> None:
+def test_the_cache_fingerprint_of_an_image_depends_on_its_file_the_processor_and_the_grid(seeing) -> None:
     """Two processors of one class, which give the image the same grid."""
     image, other = picture(1), picture(2)
     image_processor, wide = (seeing(kind).loaded.vision_model.processor for kind in ("smolvlm", "bright"))
@@ -698,7 +708,7 @@ def test_the_fingerprint_of_an_image_depends_on_its_file_the_processor_and_the_g
     assert len(found | {image_processor.tokens(read.digest, (1, 2)).fingerprint}) == 4
 
 
-async def test_a_turn_whose_image_another_turn_has_encoded_meanwhile_still_gets_its_next_image(
+async def test_a_turn_whose_first_image_another_turn_has_encoded_still_gets_its_second_image_encoded(
     seeing, open_process
 ) -> None:
     seen, image, later = seeing("idefics3"), picture(1), picture(2)
@@ -717,7 +727,7 @@ async def test_a_turn_whose_image_another_turn_has_encoded_meanwhile_still_gets_
         assert (await asyncio.wait_for(other, 20))[1] == seen.answer(tokens[1], (image, later), 6)[0]
 
 
-async def test_the_least_memory_estimated_for_a_vision_model_suffices_to_serve_it_and_less_does_not(
+async def test_a_vision_model_can_be_served_with_the_estimated_least_memory_and_not_with_less(
     local_worker: Any, taught_model: Path, tmp_path: Path
 ) -> None:
     least_bytes = weigh(Settings(data_dir=tmp_path, model=str(taught_model))).least_bytes

@@ -27,12 +27,14 @@ from worker.device import machine
 ON_CPU = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="this is the way on a CPU alone")
 
 
-def test_the_longest_draft_fits_the_attention_kernel_of_metal_for_few_queries() -> None:
+def test_the_longest_draft_on_metal_has_as_many_tokens_as_the_attention_kernel_for_few_queries_takes() -> (
+    None
+):
     assert machine._PROFILES["metal"].max_draft + 1 == metal._MOST_QUERIES
 
 
 @pytest.mark.parametrize("most_queries", [8, 0], ids=["few tokens", "more than the kernel takes"])
-def test_a_step_of_pooled_rows_builds_one_contiguous_mask_for_all_heads_and_layers(
+def test_a_decode_step_of_batch_rows_in_a_cache_pool_builds_one_mask_for_all_heads_and_layers(
     make_model, monkeypatch, most_queries: int
 ) -> None:
     masks: list[mx.array] = []
@@ -64,7 +66,7 @@ def test_a_step_of_pooled_rows_builds_one_contiguous_mask_for_all_heads_and_laye
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_warming_up_runs_a_block_and_two_answers_and_leaves_no_rows_and_no_measured_times(
+def test_warming_up_the_device_runs_a_prompt_and_two_answers_and_leaves_no_batch_rows_or_timings(
     make_rig, make_model, monkeypatch, kind: str
 ) -> None:
     """Metal compiles a kernel when it first runs. The time of that is no measure of a step."""
@@ -95,7 +97,7 @@ def test_warming_up_runs_a_block_and_two_answers_and_leaves_no_rows_and_no_measu
     ("num", "length"),
     [(1, 300), (17, 17), (17, 300), (21, 340), (256, 256), (256, 700), (300, 300), (700, 900)],
 )
-def test_padded_attention_equals_attention_without_padding(num: int, length: int) -> None:
+def test_cuda_attention_with_padded_shapes_equals_attention_without_padding(num: int, length: int) -> None:
     keys, values = (mx.random.normal((1, 2, length, 16), key=mx.random.key(i)) for i in (1, 2))
     queries = mx.random.normal((1, 4, num, 16), key=mx.random.key(3))
     found = cuda.attention(queries, keys, values, 0.25)
@@ -104,7 +106,7 @@ def test_padded_attention_equals_attention_without_padding(num: int, length: int
     assert mx.abs(found - expected).max().item() < 1e-5
 
 
-def test_padding_leaves_few_attention_shapes_so_that_cudnn_needs_few_plans() -> None:
+def test_padding_reduces_the_attention_shapes_of_prompts_and_turns_to_a_few_cudnn_plans() -> None:
     """A session of 200 turns of up to 100 tokens, and prompts of every length up to 1,024."""
     turns = ((17 + i % 84, 100 * i + 17 + i % 84) for i in range(1, 200))
     prompts = ((num, num) for num in range(1, 1025))
@@ -167,7 +169,7 @@ def added(rows: int, tokens: int, length: int) -> mx.array:
     ("rows", "heads", "kv_heads", "tokens", "length"),
     [(1, 9, 3, 128, 700), (1, 9, 3, 1, 2000), (1, 4, 4, 37, 37), (8, 9, 3, 1, 300), (3, 8, 1, 16, 50)],
 )
-def test_attention_in_numpy_equals_mlxs_attention_under_every_mask(
+def test_cpu_attention_in_numpy_equals_attention_in_mlx_under_every_mask(
     mask: Callable[[int, int, int], mx.array | str | None],
     rows: int,
     heads: int,
@@ -186,7 +188,7 @@ def test_attention_in_numpy_equals_mlxs_attention_under_every_mask(
 
 
 @ON_CPU
-def test_attention_does_not_change_its_inputs() -> None:
+def test_cpu_attention_in_numpy_does_not_change_its_input_arrays() -> None:
     given = some(1, 9, 3, 64, 500)
     before = [np.array(array) for array in given]
     mx.eval(cpu.attention(*given, SCALE, "causal"))
@@ -195,13 +197,13 @@ def test_attention_does_not_change_its_inputs() -> None:
 
 
 @ON_CPU
-def test_attention_refuses_a_mask_of_an_unknown_kind() -> None:
+def test_cpu_attention_in_numpy_raises_an_error_for_an_unknown_kind_of_mask() -> None:
     with pytest.raises(ValueError, match="'sliding'"):
         cpu.attention(*some(1, 2, 1, 4, 4), SCALE, "sliding")
 
 
 @ON_CPU
-def test_attention_computed_head_by_head_equals_attention_of_all_heads_at_once(
+def test_cpu_attention_computed_head_by_head_equals_attention_of_all_heads_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = some(2, 9, 3, 16, 300)
@@ -211,7 +213,7 @@ def test_attention_computed_head_by_head_equals_attention_of_all_heads_at_once(
 
 
 @ON_CPU
-def test_only_large_float32_attention_runs_in_numpy() -> None:
+def test_on_a_cpu_only_large_float32_attention_runs_in_numpy() -> None:
     queries, keys, _ = some(1, 9, 3, 128, 700)
     assert cpu.faster_attention(queries, keys)
     assert not cpu.faster_attention(queries[:, :, :1], keys[:, :, :100])
@@ -221,7 +223,7 @@ def test_only_large_float32_attention_runs_in_numpy() -> None:
 
 @ON_CPU
 @pytest.mark.parametrize("tokens", [1, 5, 128])
-def test_swiglu_in_numpy_equals_mlxs_swiglu_even_for_very_large_gates(tokens: int) -> None:
+def test_swiglu_in_numpy_equals_swiglu_in_mlx_even_for_very_large_gates(tokens: int) -> None:
     gate, x = 30 * normal(tokens, 1, 512, seed=3), normal(tokens, 1, 512, seed=4)
     gate = mx.concatenate([gate, mx.full((tokens, 1, 2), -200.0), mx.full((tokens, 1, 2), 200.0)], axis=-1)
     x = mx.concatenate([x, mx.ones((tokens, 1, 4))], axis=-1)
@@ -234,7 +236,7 @@ def test_swiglu_in_numpy_equals_mlxs_swiglu_even_for_very_large_gates(tokens: in
 @pytest.mark.parametrize("num_queries", [1, 48])
 @pytest.mark.parametrize("num_tokens", [64, 12_352])
 @pytest.mark.parametrize(("heads", "size"), [(1, 32), (3, 64), (2, 128)])
-def test_comparing_queries_with_2_bit_keys_in_numpy_equals_the_result_of_mlx(
+def test_scores_of_queries_against_2_bit_keys_in_numpy_equal_those_in_mlx(
     monkeypatch: pytest.MonkeyPatch, heads: int, size: int, num_tokens: int, num_queries: int
 ) -> None:
     """The keys are a view of a larger buffer, as in a cache; some scores are far apart."""
@@ -270,7 +272,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("num_rows", [5, 96, 97])
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 8, 9, 16, 17, 128])
-def test_a_matrix_product_divided_among_threads_equals_the_whole_one(num: int, num_rows: int) -> None:
+def test_a_matrix_product_divided_among_threads_equals_the_undivided_product(num: int, num_rows: int) -> None:
     x = mx.random.normal((num, 1, 64), key=mx.random.key(num))
     weight = mx.random.normal((num_rows, 64), key=mx.random.key(1))
     divided = Products(Threads())
@@ -309,7 +311,7 @@ def logits(forward: Any, num: int) -> mx.array:
 
 @ON_CPU
 @pytest.mark.usefixtures("threads")
-def test_models_with_quantised_weights_or_experts_do_not_divide_their_matrix_products(
+def test_matrix_products_of_models_with_quantised_weights_or_experts_are_not_divided_among_threads(
     build_model: Callable[..., Any],
 ) -> None:
     """OpenBLAS's threads are of use there."""

@@ -48,7 +48,7 @@ def reference(model: Any, context: list[int], tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next", "llama4"])
-def test_batched_rows_get_the_same_tokens_as_alone_and_the_models_own_logprobs(
+def test_batched_answers_have_the_same_tokens_as_alone_and_the_logprobs_of_the_models_logits(
     make_model, grammar, kind
 ) -> None:
     """Also beside rows that follow grammars."""
@@ -81,7 +81,7 @@ def test_batched_rows_get_the_same_tokens_as_alone_and_the_models_own_logprobs(
 
 
 @pytest.mark.parametrize("sampling", [PENALISED, BIASED], ids=["penalised", "biased"])
-def test_speculation_changes_neither_tokens_nor_logprobs(make_model, sampling) -> None:
+def test_speculative_decoding_changes_neither_tokens_nor_logprobs(make_model, sampling) -> None:
     """The text repeats itself, so that prompt lookup finds drafts."""
     model = make_model("llama")
     (plain,), (drafted,) = (run(model, [sampling], 80, most=most) for most in (0, 6))
@@ -117,7 +117,7 @@ def text(tokens: list[int]) -> str:
     return b"".join(TEXTS[token] for token in tokens).decode()
 
 
-def test_speculation_under_a_grammar_changes_no_token_and_some_drafts_are_accepted(
+def test_speculative_decoding_under_a_grammar_changes_no_token_and_accepts_some_drafts(
     make_model, grammar
 ) -> None:
     model = make_model("llama")
@@ -132,7 +132,7 @@ def test_speculation_under_a_grammar_changes_no_token_and_some_drafts_are_accept
     assert batch.speculation.num_accepted > 0
 
 
-def test_a_row_whose_grammar_allows_no_more_text_draws_only_end_tokens(make_model, grammar) -> None:
+def test_an_answer_whose_grammar_allows_no_more_text_samples_only_end_tokens(make_model, grammar) -> None:
     """One grammar is complete before `min_tokens`; the other needs a letter that no token has."""
     model = make_model("llama")
     samplings = [
@@ -148,7 +148,9 @@ def test_a_row_whose_grammar_allows_no_more_text_draws_only_end_tokens(make_mode
     assert [one.token for one in free] == [one.token for one in beside_free_rows]
 
 
-def test_a_resumed_answer_continues_at_the_same_point_of_its_grammar(make_model, grammar) -> None:
+def test_an_answer_resumed_under_a_grammar_has_the_same_remaining_tokens_as_an_uninterrupted_one(
+    make_model, grammar
+) -> None:
     sampling = RowSampling(grammar=grammar("(a{2}b{2})*"))
     whole = RowSampler(sampling, end_tokens=ENDS)
     whole.push([4, 4, 1])

@@ -69,7 +69,9 @@ def a_gpu(monkeypatch) -> Any:
     return pretend
 
 
-def test_the_memory_limit_on_metal_is_92_percent_of_the_working_set_minus_freed_buffers(a_gpu) -> None:
+def test_the_default_memory_limit_on_metal_is_92_percent_of_the_working_set_minus_freed_buffers(
+    a_gpu,
+) -> None:
     a_gpu(METAL, is_metal=True)
     assert machine.name() == "metal"
     size_bytes, why = machine.default_limit()
@@ -84,7 +86,9 @@ def test_the_memory_limit_on_metal_is_92_percent_of_the_working_set_minus_freed_
 
 
 @pytest.mark.parametrize("host", [8 * GIB, 128 * GIB])
-def test_the_memory_limit_on_cuda_depends_on_the_gpus_memory_and_not_on_the_hosts(a_gpu, host) -> None:
+def test_the_default_memory_limit_on_cuda_depends_on_the_memory_of_the_gpu_and_not_of_the_host(
+    a_gpu, host
+) -> None:
     a_gpu(CUDA, free=host)
     assert machine.name() == "cuda"
     assert machine.default_limit().size_bytes == int(24 * GIB * 0.8) - FREED
@@ -94,12 +98,14 @@ def test_the_memory_limit_on_cuda_depends_on_the_gpus_memory_and_not_on_the_host
     assert machine.default_limit().size_bytes == 4 * GIB - FREED
 
 
-def test_a_gpu_that_reports_memory_size_instead_of_total_memory_gets_a_limit(a_gpu) -> None:
+def test_a_gpu_that_reports_memory_size_instead_of_total_memory_gets_a_default_memory_limit(a_gpu) -> None:
     a_gpu({"memory_size": 24 * GIB, "architecture": "sm_80"})
     assert machine.default_limit().size_bytes == int(24 * GIB * 0.8) - FREED
 
 
-def test_a_gpu_that_does_not_report_its_memory_needs_the_setting_device_memory(a_gpu) -> None:
+def test_on_a_gpu_that_does_not_report_its_memory_the_worker_asks_for_the_setting_device_memory(
+    a_gpu,
+) -> None:
     a_gpu({"architecture": "gfx"})
     with pytest.raises(machine.DeviceError, match="set device_memory"):
         machine.default_limit()
@@ -151,14 +157,14 @@ MACS = {8: 5.33, 16: 10.67, 24: 16, 32: 21.33, 36: 27, 48: 36, 64: 48, 96: 72, 1
         pytest.param(Weights(39.7e9, 80, 64, 8, 128, 8192, 28672), [0] * 6 + [16, 88, 161], id="Llama 3 70B"),
     ],
 )
-def test_each_mac_has_memory_for_the_listed_number_of_kv_tokens_beside_each_listed_model(
+def test_each_mac_size_has_memory_for_the_documented_number_of_kv_tokens_with_each_documented_model(
     weights: Weights, rooms: list[int]
 ) -> None:
     """The table has thousands of tokens of KV; a model with none is refused."""
     assert [weights.room(size) // 1000 for size in MACS.values()][: len(rooms)] == rooms
 
 
-def test_macos_memory_with_copies_of_files_counts_as_free(a_gpu, monkeypatch, tmp_path) -> None:
+def test_macos_memory_that_only_caches_files_counts_as_free(a_gpu, monkeypatch, tmp_path) -> None:
     """On a Mac of 16 GiB that has just read 6 GiB of weights; 16 KiB a page."""
     program = tmp_path / "vm_stat"
     program.write_text(
@@ -173,7 +179,7 @@ def test_macos_memory_with_copies_of_files_counts_as_free(a_gpu, monkeypatch, tm
 
 
 @pytest.mark.parametrize("told", ["", "Pages free: 10.", "page size of many bytes\nPages free: 1."])
-def test_vm_stat_output_in_an_unknown_form_counts_as_0_bytes_of_memory(told: str) -> None:
+def test_vm_stat_output_in_an_unknown_form_counts_as_0_bytes_of_free_memory(told: str) -> None:
     assert system_memory.parse_vm_stat(told) == 0
 
 
@@ -185,7 +191,7 @@ def test_a_worker_logs_the_memory_limit_that_it_chose_and_why(make_rig, make_mod
     assert "that are free, and the weights" in line["why"]
 
 
-def test_mlxs_own_memory_limit_is_set_only_on_a_gpu(a_gpu, monkeypatch) -> None:
+def test_the_memory_limit_of_mlx_itself_is_set_only_on_a_gpu(a_gpu, monkeypatch) -> None:
     limits: list[int] = []
     monkeypatch.setattr(mx, "set_memory_limit", limits.append)
     machine.limit_active(5 * GIB)
@@ -196,7 +202,7 @@ def test_mlxs_own_memory_limit_is_set_only_on_a_gpu(a_gpu, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("kind", "lengths"), [("llama", [4]), ("qwen3_next", [1, 2, 3, 4, 5, 6, 7])])
-def test_a_prompt_without_others_prefills_several_blocks_per_step_and_snapshots_each_block(
+def test_a_prompt_that_runs_alone_prefills_several_blocks_per_step_and_snapshots_each_block(
     make_model, make_rig, monkeypatch, kind, lengths
 ) -> None:
     """With recurrent layers a piece is one block, since a state exists only at the end of a piece."""
@@ -228,13 +234,17 @@ def left(tmp_path: Path, own: str) -> int | None:
     return system_memory.left_bytes(tmp_path / "own", tmp_path / "fs")
 
 
-def test_cgroup_v2_leaves_the_limit_minus_the_used_memory_that_cannot_be_reclaimed(tmp_path: Path) -> None:
+def test_free_memory_under_cgroup_v2_is_the_limit_minus_the_memory_that_cannot_be_reclaimed(
+    tmp_path: Path,
+) -> None:
     stat = f"anon {200 * MIB}\nfile {150 * MIB}\ninactive_file {100 * MIB}"
     group(tmp_path / "fs", {"memory.max": 512 * MIB, "memory.current": 300 * MIB, "memory.stat": stat})
     assert left(tmp_path, "0::/\n") == 312 * MIB
 
 
-def test_the_tightest_memory_limit_of_a_control_group_and_its_parents_counts(tmp_path: Path) -> None:
+def test_free_memory_in_a_container_follows_the_tightest_limit_of_its_cgroup_and_the_parents(
+    tmp_path: Path,
+) -> None:
     """`memory.high` (systemd's MemoryHigh) counts, too: a group that exceeds it is slowed down."""
     fs = tmp_path / "fs"
     group(fs, {"memory.stat": ""})  # the root has no limit
@@ -245,7 +255,7 @@ def test_the_tightest_memory_limit_of_a_control_group_and_its_parents_counts(tmp
     assert system_memory.limit_bytes(tmp_path / "own", fs) == 100 * MIB, "whatever is used of it"
 
 
-def test_cgroup_v1_limits_are_read_from_the_memory_controllers_group(tmp_path: Path) -> None:
+def test_a_cgroup_v1_memory_limit_is_read_from_the_group_of_the_memory_controller(tmp_path: Path) -> None:
     files = {
         "memory.limit_in_bytes": 256 * MIB,
         "memory.usage_in_bytes": 100 * MIB,
@@ -256,13 +266,15 @@ def test_cgroup_v1_limits_are_read_from_the_memory_controllers_group(tmp_path: P
     assert left(tmp_path, own) == 206 * MIB
 
 
-def test_a_container_whose_group_path_is_not_mounted_reads_the_limit_at_the_root(tmp_path: Path) -> None:
+def test_in_a_container_whose_cgroup_path_is_not_mounted_the_memory_limit_of_the_root_group_is_used(
+    tmp_path: Path,
+) -> None:
     files = {"memory.limit_in_bytes": 64 * MIB, "memory.usage_in_bytes": 24 * MIB}
     group(tmp_path / "fs" / "memory", files)
     assert left(tmp_path, "4:memory:/kubepods/pod1/not-mounted-here\n") == 40 * MIB
 
 
-def test_a_control_group_above_its_limit_leaves_no_memory_for_the_worker(tmp_path: Path) -> None:
+def test_in_a_cgroup_that_exceeds_its_memory_limit_the_worker_has_0_bytes_free(tmp_path: Path) -> None:
     group(tmp_path / "fs", {"memory.max": 10 * MIB, "memory.current": 20 * MIB})
     assert left(tmp_path, "0::/\n") == 0
 
@@ -270,7 +282,7 @@ def test_a_control_group_above_its_limit_leaves_no_memory_for_the_worker(tmp_pat
 @pytest.mark.parametrize(
     "own", ["", "0::/\n", "nonsense\n", "0::/../../etc\n", "4:memory:/gone\n", "x" * 10_000, "0::/\0\n"]
 )
-def test_an_absent_or_unreadable_limit_of_a_control_group_counts_as_no_limit(
+def test_an_absent_or_unreadable_memory_limit_of_a_cgroup_is_treated_as_no_limit(
     tmp_path: Path, own: str
 ) -> None:
     group(tmp_path / "fs", {"memory.max": "max", "memory.current": "?", "memory.stat": "a b c\n\nd"})
@@ -278,7 +290,7 @@ def test_an_absent_or_unreadable_limit_of_a_control_group_counts_as_no_limit(
     assert system_memory.left_bytes(tmp_path / "gone", tmp_path) is None
 
 
-def test_the_default_memory_limit_of_a_device_respects_the_control_group(
+def test_the_default_memory_limit_of_the_device_does_not_exceed_the_memory_left_in_the_cgroup(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine.mx, "device_info", dict)
@@ -292,7 +304,7 @@ def test_the_default_memory_limit_of_a_device_respects_the_control_group(
     assert machine.default_limit().size_bytes > 0
 
 
-def test_a_worker_process_reads_the_memory_limit_of_a_real_control_group() -> None:
+def test_a_worker_process_in_a_real_cgroup_reads_the_memory_limit_of_that_cgroup() -> None:
     """Skipped where this process may not create a control group."""
     roots = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
     names = ["memory.limit_in_bytes", "memory.max"]

@@ -50,7 +50,7 @@ def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int
     return weight_bytes + low
 
 
-def test_a_prompt_is_prefilled_in_smaller_pieces_when_memory_is_short(make_rig, model) -> None:
+def test_a_prompt_is_prefilled_in_smaller_pieces_when_device_memory_is_short(make_rig, model) -> None:
     """The attention scores of 64 queries and 1,800 keys take 1.8 MB; those of 16 queries take a quarter."""
     rig = make_rig(model, block_tokens=64, limit_bytes=limit_of(8, scratch=2**20))
     turn = append(prompt(1800))
@@ -76,7 +76,7 @@ def test_a_prompt_too_large_for_the_device_fails_and_leaves_other_sessions_intac
     assert rig.tokens(after) == alone(model, prompt(20), 4)[0]
 
 
-def test_memory_for_a_restore_is_freed_then_granted_and_reserved_until_it_is_released(
+def test_the_device_frees_memory_for_a_restore_then_grants_and_reserves_it_until_the_restore_ends(
     make_rig, model
 ) -> None:
     limit = limit_of(8, scratch=2**20)
@@ -110,7 +110,9 @@ def test_a_restore_larger_than_the_device_is_refused_and_idle_sessions_keep_thei
     assert after.num_reused == 19
 
 
-def test_a_session_whose_restore_is_tried_again_does_not_wait_for_its_own_memory(make_rig, model) -> None:
+def test_a_second_try_of_a_restore_gets_memory_although_the_first_try_still_has_its_reservation(
+    make_rig, model
+) -> None:
     """A damaged file ends the first try; the second one asks for memory although the first one has some."""
     rig = make_rig(model, limit_bytes=limit_of(8))
     estimator, answers = rig.device.served.estimator, queue.SimpleQueue[bool]()
@@ -137,7 +139,9 @@ def test_a_restore_without_enough_memory_waits_until_running_answers_end(make_ri
     assert answers.get(timeout=20)
 
 
-def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_restart(make_rig, model) -> None:
+def test_long_prompts_that_do_not_fit_in_memory_together_all_finish_after_some_of_them_restart(
+    make_rig, model
+) -> None:
     """Prompts of several tenants start even if they do not fit together, so some lose their progress."""
     estimator = make_rig(model, max_batch=4).device.served.estimator
     gc.collect()
@@ -157,7 +161,7 @@ def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_res
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 20))])
-def test_peak_memory_stays_within_the_limit_under_random_prompts(make_rig, model, seed: int) -> None:
+def test_peak_device_memory_stays_within_the_limit_under_random_prompts(make_rig, model, seed: int) -> None:
     """Short and long prompts arrive at random, and all are answered."""
     dice, limit = random.Random(seed), limit_of(14)
     rig = make_rig(model, block_tokens=64, max_batch=4, limit_bytes=limit)
@@ -180,7 +184,7 @@ def test_peak_memory_stays_within_the_limit_under_random_prompts(make_rig, model
 GIB = 2**30
 
 
-def test_fused_attention_needs_no_memory_for_scores_and_is_used_only_for_some_head_sizes() -> None:
+def test_the_memory_estimate_of_fused_attention_needs_no_score_matrix_and_covers_some_head_sizes() -> None:
     small, large = (Shape(8, dim, 512, 1, 1) for dim in (128, 129))
     assert attention_bytes(small, 10, 1000, fused=True) == 8 * 10 * 128 * 4
     assert attention_bytes(small, 10, 1000, fused=False) == 8 * 10 * (128 + 1000) * 4
@@ -192,7 +196,7 @@ def test_fused_attention_needs_no_memory_for_scores_and_is_used_only_for_some_he
     assert not small.fuses(_PROFILES["cpu"].fused_head_dims)
 
 
-def test_memory_for_latent_attention_is_estimated_with_latent_head_sizes_and_without_fusion() -> None:
+def test_the_memory_estimate_of_latent_attention_uses_the_latent_head_sizes_and_no_fusion() -> None:
     """In such configurations (deepseek_v3) the field `head_dim` has only the size of the rotary part."""
     config = {
         "num_attention_heads": 128,
@@ -238,17 +242,17 @@ def test_estimated_scratch_memory_grows_with_the_number_of_layers_whose_arrays_a
     ],
     ids=["legacy", "nested"],
 )
-def test_the_shape_of_a_model_is_read_from_legacy_and_nested_configurations(
+def test_the_memory_estimator_reads_a_models_sizes_from_legacy_and_nested_configurations(
     config: dict[str, Any],
 ) -> None:
     assert shape_of(config) == Shape(8, 64, 512, 1024, 99)
 
 
-def test_sizes_that_a_models_config_leaves_out_get_default_values() -> None:
+def test_the_memory_estimator_uses_default_values_for_sizes_that_a_models_config_leaves_out() -> None:
     assert shape_of({"hidden_size": 64}) == Shape(1, 64, 64, 256, 1)
 
 
-def test_memory_is_reserved_for_a_step_of_the_longest_session_that_can_fit() -> None:
+def test_step_memory_is_reserved_for_the_longest_session_whose_kv_can_fit_into_memory() -> None:
     """No session can be longer than the KV that fits into memory, so no step needs more than that."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     estimator = Estimator(

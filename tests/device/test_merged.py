@@ -73,7 +73,7 @@ class Broken:
         strength=2,
     ),
 )
-def test_merged_rows_roll_back_after_a_failed_step_and_lose_no_token(
+def test_batch_rows_with_merged_kv_caches_are_rolled_back_after_a_failed_step_and_lose_no_token(
     make_model, monkeypatch, kind, num_steps, built
 ) -> None:
     """The step fails while it is built, or while it runs; windows have wrapped in some cases."""
@@ -112,7 +112,9 @@ def test_merged_rows_roll_back_after_a_failed_step_and_lose_no_token(
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "exaone4"])
-def test_a_row_with_its_own_recurrent_or_windowed_caches_cannot_be_rolled_back(make_model, kind) -> None:
+def test_a_batch_row_with_unmerged_recurrent_or_windowed_caches_cannot_be_rolled_back(
+    make_model, kind
+) -> None:
     model = make_model(kind)
     batch = batched(model, where=NO_RINGS)
     batch.step([begin(model, prompt(9))])
@@ -120,7 +122,9 @@ def test_a_row_with_its_own_recurrent_or_windowed_caches_cannot_be_rolled_back(m
     assert not batch.roll_back()
 
 
-def test_merged_rows_cannot_be_rolled_back_after_an_error_has_dropped_them(make_model, monkeypatch) -> None:
+def test_a_batch_whose_merged_kv_caches_were_dropped_by_an_error_cannot_be_rolled_back(
+    make_model, monkeypatch
+) -> None:
     """The error occurs while another row's memory is freed; some layers lack that row already."""
     model = make_model("qwen3_next")
     batch = batched(model)
@@ -149,14 +153,16 @@ def answered_as_alone(batch: Any, model: Any, lengths: tuple[int, ...], num: int
     return pieces
 
 
-def test_rows_run_one_after_the_other_if_there_is_no_memory_to_merge_them(make_model) -> None:
+def test_batch_rows_run_one_after_the_other_if_memory_to_merge_their_kv_caches_is_lacking(
+    make_model,
+) -> None:
     model = make_model("recurrent_gemma")
     batch = batched(model, lambda _: False, where=NO_RINGS)
     for piece in answered_as_alone(batch, model, (9, 5, 14), 6):
         assert piece.row.caches is piece.caches
 
 
-def test_windowed_rows_whose_merging_fails_its_trial_decode_with_their_own_caches(
+def test_batch_rows_of_a_windowed_model_that_failed_its_merging_trial_decode_with_separate_caches(
     make_model, monkeypatch
 ) -> None:
     model = make_model("exaone4")
@@ -167,7 +173,7 @@ def test_windowed_rows_whose_merging_fails_its_trial_decode_with_their_own_cache
     assert not batch.roll_back()
 
 
-def test_rows_of_a_cache_class_that_cannot_be_merged_run_one_by_one_with_a_warning(make_model) -> None:
+def test_batch_rows_of_a_cache_class_that_cannot_be_merged_run_one_by_one_with_a_warning(make_model) -> None:
     """The class is that of chunked attention (llama4). Tokens are those of rows alone."""
     model = make_model("llama4")
     with capture_logs() as lines:
@@ -198,7 +204,7 @@ class Forgetful(merged_module._Window):
 @pytest.mark.parametrize(
     ("kind", "like"), [("deepseek_v3", Careless), ("mamba2", Swapped), ("exaone4", Forgetful)]
 )
-def test_caches_are_not_merged_if_their_merged_logits_differ_from_those_of_a_row_alone(
+def test_a_model_whose_merged_kv_caches_give_other_logits_than_single_ones_is_batched_without_merging(
     make_model, monkeypatch, kind, like
 ) -> None:
     """The trial at model load detects a wrong mask, order or position."""
@@ -209,7 +215,7 @@ def test_caches_are_not_merged_if_their_merged_logits_differ_from_those_of_a_row
     assert batch_kinds.merged_for(model, Trials()) is None
 
 
-def test_sliding_window_caches_with_sink_tokens_are_not_merged(make_model, monkeypatch) -> None:
+def test_sliding_window_caches_with_sink_tokens_are_not_merged_in_a_batch(make_model, monkeypatch) -> None:
     """mlx-lm would drop those tokens, silently (mlx-lm#1631)."""
     model = make_model("exaone4")
     sinks = [RotatingKVCache(8, keep=2)]
@@ -238,7 +244,9 @@ def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1"])
-def test_a_row_that_leaves_merged_caches_does_not_keep_the_whole_batch_in_memory(make_model, kind) -> None:
+def test_a_batch_row_that_leaves_merged_kv_caches_does_not_keep_the_whole_batch_in_memory(
+    make_model, kind
+) -> None:
     """Its arrays are copies: a view would pin the buffers of the whole batch."""
     model = make_model(kind)
     merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))
@@ -255,7 +263,9 @@ def test_a_row_that_leaves_merged_caches_does_not_keep_the_whole_batch_in_memory
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1"])
-def test_a_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make_model, kind) -> None:
+def test_a_batch_row_that_joins_merged_kv_caches_takes_no_more_memory_than_estimated(
+    make_model, kind
+) -> None:
     """The estimate is `joining_bytes`; a row joins only if so much memory is free."""
     model = make_model(kind)
     merged, rows = batch_kinds.merged_for(model, tried(model, NO_RINGS)), []
@@ -271,7 +281,9 @@ def test_a_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make
         assert mx.get_active_memory() - before <= said + 20_000
 
 
-def test_merged_caches_list_all_rows_as_growing_before_a_step_that_allocates_memory(make_model) -> None:
+def test_merged_kv_caches_report_all_batch_rows_as_growing_before_a_step_that_allocates_memory(
+    make_model,
+) -> None:
     """Merged KV grows by 256 tokens for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
     merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))
@@ -292,7 +304,7 @@ def test_merged_caches_list_all_rows_as_growing_before_a_step_that_allocates_mem
     ("kind", "merged_rows"),
     [*thinned(KINDS[:6], [1, 2]), *(pytest.param(kind, 1, marks=pytest.mark.soak) for kind in KINDS[6:])],
 )
-def test_merged_rows_that_launch_steps_ahead_get_the_same_tokens_if_rows_leave_or_kv_is_copied(
+def test_batch_rows_with_a_step_in_flight_keep_their_tokens_when_a_row_leaves_or_its_kv_is_copied(
     make_model, kind, merged_rows
 ) -> None:
     """If a row leaves or its KV is read, the step in flight is undone and repeated with the same tokens.

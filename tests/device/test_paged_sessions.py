@@ -80,7 +80,9 @@ def _stored(caches: list[PagedCache], tokens: Span) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tokens_attend_to_recalled_chunks_exactly_as_with_masks_over_the_session(model, seed: int) -> None:
+def test_paged_attention_over_recalled_chunks_equals_full_attention_with_the_corresponding_mask(
+    model, seed: int
+) -> None:
     """In every layer a token sees sinks, window, pinned chunks and recalled ones, each once, nothing else."""
     rng, num_tokens = random.Random(seed), 16 * CHUNK
     tokens, forward, caches = prompt(num_tokens, seed + 3), Forward(model), layers.make(model, POLICY)
@@ -117,7 +119,7 @@ def test_tokens_attend_to_recalled_chunks_exactly_as_with_masks_over_the_session
 @pytest.mark.parametrize(
     ("num_tokens", "sketched"), [(200, None), (MOST, None), (MOST + 70, (1,)), (3 * MOST + 5, None)]
 )
-def test_a_session_rebuilt_from_stored_blocks_continues_with_the_same_logits(
+def test_a_paged_session_rebuilt_from_stored_blocks_continues_with_the_same_logits(
     model, num_tokens: int, sketched: tuple[int, ...] | None
 ) -> None:
     tokens, forward = prompt(num_tokens + 20), Forward(model)
@@ -153,7 +155,9 @@ def test_a_session_rebuilt_from_stored_blocks_continues_with_the_same_logits(
     assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_layers_that_match_repeated_tokens_are_selected_for_key_sketches(build_model) -> None:
+def test_the_layers_whose_attention_matches_repeated_tokens_are_selected_for_key_sketches(
+    build_model,
+) -> None:
     model = build_model("llama", **WIDE, num_hidden_layers=12, num_key_value_heads=4, rope_theta=1e12)
     for layer in model.layers:  # nothing is added to the embeddings
         layer.self_attn.o_proj.weight *= 0
@@ -192,7 +196,7 @@ async def test_a_step_of_a_long_paged_session_takes_no_more_memory_than_estimate
     assert max(steps)[0] < 3 * max(measured for _, measured in steps)
 
 
-async def test_paged_sessions_restored_together_need_memory_only_for_their_resident_parts(
+async def test_paged_sessions_restored_together_need_memory_only_for_the_part_that_each_keeps_on_the_device(
     model, open_process
 ) -> None:
     """If the KV of all their tokens were copied, some prompts would restart for lack of memory."""
@@ -213,7 +217,9 @@ async def test_paged_sessions_restored_together_need_memory_only_for_their_resid
         assert [one.num_prefilled for one in await asyncio.gather(*asked)] == [200] * 3
 
 
-def test_a_model_runs_without_key_sketches_if_choosing_their_layers_fails(model, monkeypatch) -> None:
+def test_a_model_is_served_without_key_sketches_if_selecting_the_layers_for_sketches_fails(
+    model, monkeypatch
+) -> None:
     assert batch_kinds.batch_for(model).sketched == (0, 1)
     monkeypatch.setattr(matching, "find", lambda *_: 1 // 0)
     batch = batch_kinds.batch_for(model)
@@ -231,7 +237,7 @@ async def test_the_supervisor_estimates_the_same_kv_per_token_as_a_worker_for_a_
     assert sized.kv.bytes_per_token == kept.bytes_per_token > 0
 
 
-def test_the_most_relevant_chunk_takes_the_slot_of_the_least_relevant_one() -> None:
+def test_in_a_paged_session_the_most_relevant_chunk_replaces_the_least_relevant_chunk_in_memory() -> None:
     pages = Pages(Policy.paged(6 * CHUNK + 4, sink=4))
     assert [pages.assign(chunk) for chunk in range(4)] == [0, 1, 2, None]
     # By page, four in a chunk: each layer's notes, of which the largest counts.
@@ -246,7 +252,9 @@ def test_the_most_relevant_chunk_takes_the_slot_of_the_least_relevant_one() -> N
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
-def test_a_chunk_that_only_the_last_question_matches_is_recalled_before_one_that_all_match() -> None:
+def test_a_paged_session_recalls_a_chunk_matched_only_by_the_last_question_before_one_always_matched() -> (
+    None
+):
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for asked in ({5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.8}):
         pages.note(mx.array([asked.get(page, 0.0) for page in range(40)]))
@@ -255,7 +263,7 @@ def test_a_chunk_that_only_the_last_question_matches_is_recalled_before_one_that
 
 
 @pytest.mark.parametrize(("page", "chunks"), [(21, [5, 8]), (22, [5, 8]), (23, [5, 6, 8]), (20, [5, 4, 8])])
-def test_a_match_at_the_edge_of_a_chunk_recalls_the_neighbouring_chunk_as_well(
+def test_in_a_paged_session_a_key_match_at_the_edge_of_a_chunk_also_recalls_the_neighbouring_chunk(
     page: int, chunks: list[int]
 ) -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
@@ -269,7 +277,7 @@ async def _answered(process: Process, tokens: list[int], num: int) -> tuple[Any,
     return outcome, answer
 
 
-async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_part_of_the_session(
+async def test_a_paged_turn_recalls_its_relevant_chunks_from_disk_and_a_restart_restores_only_a_part(
     model, open_process, monkeypatch
 ) -> None:
     """The prompt attends to the rest of the session from disk, which is not kept on the device."""
@@ -306,7 +314,7 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
         assert len(session) * (per_token + sketch) > 3 * most
 
 
-async def test_every_chunk_behind_the_window_is_considered_for_recall(
+async def test_in_a_paged_session_every_chunk_before_the_window_is_considered_for_recall(
     model, open_process, monkeypatch
 ) -> None:
     """This includes chunks at the end of a long prompt."""
@@ -323,7 +331,7 @@ async def test_every_chunk_behind_the_window_is_considered_for_recall(
     assert considered[-1] >= (len(tokens) - (POLICY.window or 0)) // CHUNK
 
 
-async def test_an_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
+async def test_a_paged_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
     model, open_process, monkeypatch
 ) -> None:
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in [2, 9] if c not in self.slots])
@@ -340,7 +348,9 @@ async def test_an_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
         assert (outcome.num_prefilled, len(answer)) == (2, 12)
 
 
-async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model, open_process) -> None:
+async def test_a_paged_prompt_waits_for_a_slow_disk_until_all_its_kv_blocks_are_stored(
+    model, open_process
+) -> None:
     """KV leaves the device only once its write is queued."""
     tokens = prompt(20 * CHUNK)
     async with open_process(model, num_blocks=8) as process:
@@ -363,7 +373,7 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
         assert match.num_tokens > 19 * CHUNK
 
 
-async def test_a_paged_prompt_whose_pieces_exceed_the_queue_of_the_writer_stores_all_its_blocks(
+async def test_a_paged_prompt_whose_prefill_pieces_exceed_the_write_queue_still_stores_all_its_kv_blocks(
     model, open_process, monkeypatch
 ) -> None:
     """The queue takes six of a piece's seven blocks; the disk writes a block in 20 ms."""
@@ -383,7 +393,7 @@ async def test_a_paged_prompt_whose_pieces_exceed_the_queue_of_the_writer_stores
 
 
 @pytest.mark.parametrize(("kind", "num_dropped"), [("llama", 0), ("gemma3_text", 4)])
-async def test_a_paged_turn_waits_while_a_slow_disk_takes_blocks_and_prefills_dropped_ones_again(
+async def test_a_paged_turn_waits_for_a_slow_disk_and_prefills_kv_blocks_that_were_dropped_again(
     build_model, open_process, monkeypatch, kind: str, num_dropped: int
 ) -> None:
     """The disk takes a block every 50 ms; each of the first waits may find the queue dropped."""
@@ -408,7 +418,7 @@ async def test_a_paged_turn_waits_while_a_slow_disk_takes_blocks_and_prefills_dr
 
 
 @pytest.mark.parametrize(("kind", "policy"), [("gemma3_text", FULL), ("gpt_oss", POLICY)], ids=str)
-async def test_a_model_whose_windows_are_shorter_than_a_block_stores_all_blocks_after_a_restart(
+async def test_a_model_with_windows_shorter_than_a_block_stores_all_blocks_after_a_restart_inside_a_block(
     build_model, open_process, kind: str, policy: Policy
 ) -> None:
     """The restart is within a block, whose beginning has left the windows."""
@@ -424,7 +434,7 @@ async def test_a_model_whose_windows_are_shorter_than_a_block_stores_all_blocks_
             tokens += prompt(20 * CHUNK)
 
 
-async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_once(
+async def test_a_paged_turn_cancelled_while_its_blocks_wait_to_be_written_ends_at_once(
     model, open_process, monkeypatch
 ) -> None:
     """Prefill waits until all KV that has left the device is on disk."""
@@ -445,7 +455,7 @@ async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_
         may_end.set()
 
 
-def test_a_restore_without_room_does_not_wait_for_a_turn_cancelled_while_it_waited_for_kv(
+def test_a_restore_that_lacks_memory_does_not_wait_for_a_turn_that_was_cancelled_while_waiting_for_kv(
     model, make_rig
 ) -> None:
     rig = make_rig(model, block_tokens=64, room=lambda: 2**30)
@@ -460,7 +470,7 @@ def test_a_restore_without_room_does_not_wait_for_a_turn_cancelled_while_it_wait
 
 
 @pytest.mark.parametrize("is_hanging", [False, True])
-async def test_a_rewind_waits_for_blocks_being_written_by_a_slow_disk_but_not_by_a_hanging_one(
+async def test_a_rewind_of_a_paged_session_waits_for_blocks_on_a_slow_disk_but_not_on_a_hung_disk(
     model, open_process, monkeypatch, is_hanging: bool
 ) -> None:
     monkeypatch.setattr(kv_lookup, "SETTLE_S", 0.2 if is_hanging else 60.0)

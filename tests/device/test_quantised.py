@@ -35,7 +35,7 @@ def codes(caches: list[Any], num_tokens: int) -> mx.array:
     )
 
 
-def test_rejected_drafts_are_undone_in_quantised_kv(make_model) -> None:
+def test_kv_of_rejected_draft_tokens_is_removed_from_a_quantised_cache(make_model) -> None:
     """Each draft is wrong from its third token on."""
     model, tokens = make_model("llama", 4), prompt(21)
     answer = alone(model, tokens, 60)[0]
@@ -49,7 +49,7 @@ def test_rejected_drafts_are_undone_in_quantised_kv(make_model) -> None:
     assert list(piece.row.known[len(tokens) :]) == answer[: 21 + batch.speculation.num_accepted]
 
 
-def test_rows_with_quantised_kv_roll_back_after_a_failed_step_and_lose_no_token(
+def test_batch_rows_with_quantised_kv_are_rolled_back_after_a_failed_step_and_lose_no_token(
     make_model, monkeypatch
 ) -> None:
     model = make_model("llama", 8)
@@ -75,7 +75,7 @@ def test_rows_with_quantised_kv_roll_back_after_a_failed_step_and_lose_no_token(
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_the_computed_size_of_quantised_kv_is_its_real_size(make_model, kv_bits) -> None:
+def test_the_computed_size_of_quantised_kv_equals_the_bytes_that_its_arrays_take(make_model, kv_bits) -> None:
     model = make_model("llama", kv_bits)
     assert replace(cache_sizes(model), sketch_bytes=0) == KvSize(TOKEN_BYTES[kv_bits])
     caches = make_prompt_cache(model)
@@ -98,11 +98,13 @@ def test_the_computed_size_of_quantised_kv_is_its_real_size(make_model, kv_bits)
         ("qwen3_next", "3*ArraysCache(2) QuantizedKVCache(32,8)"),
     ],
 )
-def test_windowed_and_recurrent_layers_are_not_quantised(make_model, kind, described) -> None:
+def test_the_setting_kv_bits_leaves_windowed_and_recurrent_layers_unquantised(
+    make_model, kind, described
+) -> None:
     assert layers.describe(make_prompt_cache(make_model(kind, 8))) == described
 
 
-def test_quantisation_groups_have_64_numbers_if_the_head_size_allows_it() -> None:
+def test_with_a_head_size_of_64_kv_is_quantised_in_groups_of_64_numbers() -> None:
     config = CONFIGS["llama"] | {"hidden_size": 256, "head_dim": 64}
     model = llama.Model(llama.ModelArgs.from_dict({"model_type": "llama", **config}))
     quantise_kv(model, 4)
@@ -119,7 +121,7 @@ def test_quantisation_groups_have_64_numbers_if_the_head_size_allows_it() -> Non
         ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32}, "attention cannot read quantised KV"),
     ],
 )
-def test_a_model_that_does_not_support_quantised_kv_is_refused_in_one_line(
+def test_a_model_that_does_not_support_quantised_kv_is_refused_with_kv_bits_in_one_line(
     build_model, kind, changes, said
 ) -> None:
     model = build_model(kind, **changes)
@@ -132,7 +134,7 @@ def test_a_model_that_does_not_support_quantised_kv_is_refused_in_one_line(
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="other devices read quantised KV as it is")
-def test_attention_to_quantised_kv_on_a_cpu_equals_that_of_mlx_lm() -> None:
+def test_attention_over_quantised_kv_on_a_cpu_equals_that_of_mlx_lm() -> None:
     """KV is dequantised first, since MLX's products with quantised matrices are much slower on a CPU."""
     mx.random.seed(2)
     queries = mx.random.normal((1, 8, 40, 64))

@@ -51,7 +51,9 @@ def open_process(open_process, make_model) -> Callable[..., AbstractAsyncContext
     return open_
 
 
-async def test_a_much_longer_prefix_on_disk_replaces_a_sessions_kv_on_the_device(open_process) -> None:
+async def test_a_turn_restores_a_much_longer_prefix_from_disk_instead_of_using_its_short_kv_on_the_device(
+    open_process,
+) -> None:
     async with open_process() as process:
         long = prompt(8 * BLOCK)
         await process.append(long, name="writer")
@@ -62,7 +64,7 @@ async def test_a_much_longer_prefix_on_disk_replaces_a_sessions_kv_on_the_device
         assert tokens == alone(process.model, long, 5)[0]
 
 
-async def test_a_turn_completes_although_saving_its_snapshot_raises_an_error(
+async def test_a_turn_completes_even_if_saving_its_snapshot_raises_an_error(
     open_process, monkeypatch
 ) -> None:
     """A turn never waits for its KV to be stored."""
@@ -78,7 +80,7 @@ async def test_a_turn_completes_although_saving_its_snapshot_raises_an_error(
         assert all(0 <= token < VOCABULARY for token in tokens)
 
 
-async def test_a_prefix_is_never_shared_between_tenants(open_process) -> None:
+async def test_sessions_of_different_tenants_with_the_same_prompt_share_no_kv(open_process) -> None:
     shared = prompt(6 * BLOCK)
     async with open_process() as process:
         await process.append(shared)
@@ -88,7 +90,7 @@ async def test_a_prefix_is_never_shared_between_tenants(open_process) -> None:
         assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared) - 1)
 
 
-async def test_turns_of_two_tenants_that_run_at_the_same_time_share_no_prefix(open_process) -> None:
+async def test_concurrent_turns_of_two_tenants_with_the_same_prompt_share_no_prefill(open_process) -> None:
     shared = prompt(6 * BLOCK)
     async with open_process() as process:
         keys = [SessionKey("default", "a"), SessionKey("other", "s"), SessionKey("default", "b")]
@@ -118,7 +120,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("kind", "kv_bits", "policy"), EXACT, ids=str)
-async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_for_bit(
+async def test_each_turn_in_a_new_process_prefills_only_new_tokens_and_continues_bit_for_bit(
     open_process, kind, kv_bits, policy
 ) -> None:
     """Compares a process per turn with one for all turns: all bits of the logits, and tokens drawn by a seed.
@@ -237,7 +239,7 @@ def states_of_other_heads(tensors: list[Tensor]) -> list[Tensor]:
         ("falcon_h1", states_of_other_heads),
     ],
 )
-async def test_a_snapshot_with_tensors_of_another_layout_is_a_miss_and_is_quarantined(
+async def test_a_snapshot_whose_tensors_do_not_match_the_models_layout_is_a_miss_and_is_quarantined(
     open_process, tmp_path, kind, change
 ) -> None:
     """It is rejected before the device gets it, where every turn of the session would fail."""
@@ -262,7 +264,7 @@ async def test_a_snapshot_with_tensors_of_another_layout_is_a_miss_and_is_quaran
 MIB = 2**20
 
 
-def test_a_fetch_judged_too_slow_is_tried_again_later_whether_the_disk_or_the_tier_was_slow() -> None:
+def test_a_remote_fetch_skipped_as_slower_than_prefill_is_tried_again_after_at_most_100_skips() -> None:
     for tier_s, disk_s in ((60.0, 1.0), (1.0, 60.0), (1.0, None)):
         rates = RestoreTimes()
         rates.prefilled.learn(1000, seconds=1.0)
@@ -274,14 +276,14 @@ def test_a_fetch_judged_too_slow_is_tried_again_later_whether_the_disk_or_the_ti
         assert (refused > 50) == (disk_s is not None)
 
 
-def test_a_restore_judged_slower_than_prefill_is_tried_again_after_50_to_100_refusals() -> None:
+def test_a_disk_restore_skipped_as_slower_than_prefill_is_tried_again_after_50_to_100_skips() -> None:
     rates = RestoreTimes()
     rates.prefilled.learn(1000, seconds=1.0)
     rates.restored.learn(64 * MIB, seconds=60.0)
     assert [rates.should_restore(64 * MIB, 1000) for _ in range(100)].index(True) > 50
 
 
-async def test_a_session_is_prefilled_instead_of_restored_once_the_disk_was_measured_to_be_slower(
+async def test_a_session_is_prefilled_instead_of_restored_once_the_disk_was_measured_as_slower_than_prefill(
     open_process, monkeypatch
 ) -> None:
     """The first session is restored from a disk of unknown speed, which that measures."""
@@ -327,7 +329,7 @@ def _is_divisible(module: Any, group: int) -> bool:
 
 
 @pytest.mark.metal
-async def test_sessions_restored_beside_a_running_answer_get_the_same_tokens_as_before_the_restart(
+async def test_sessions_restored_while_another_answer_runs_get_the_same_tokens_as_before_the_restart(
     open_model,
 ) -> None:
     texts = [prompt(6 * BLOCK + n, salt=n + 2) for n in range(4)]

@@ -32,7 +32,7 @@ def begun(num_prompt: int = 10) -> Run:
         ([(6, 10), (10, 12)], 6, 4),  # paused in its answer
     ],
 )
-def test_tokens_that_a_paused_turn_reuses_of_its_own_count_as_prefilled(
+def test_kv_that_a_turn_computed_before_a_pause_and_reuses_after_it_is_counted_as_prefilled(
     turns: list[tuple[int, int]], num_reused: int, num_prefilled: int
 ) -> None:
     run = begun()
@@ -59,7 +59,7 @@ LOST = RuntimeError("out of memory")
         ("lost gap lost gap lost gap lost", "yyyyyyn"),
     ],
 )
-def test_a_turn_starts_again_three_times_after_failures_without_progress(
+def test_a_turn_is_restarted_after_device_failures_until_the_limit_of_failures_without_progress(
     events: str, may_start_again: str
 ) -> None:
     """`own`: its own prompt was in the step. `small`: later pieces are shorter. `gap`: the disk lacks KV."""
@@ -77,7 +77,7 @@ def test_a_turn_starts_again_three_times_after_failures_without_progress(
 
 
 @pytest.mark.parametrize("num_reads", [0, 1, 3])
-async def test_a_turn_holds_its_snapshots_once_however_often_it_reads_and_then_releases_all(
+async def test_a_turn_pins_its_snapshots_once_for_any_number_of_reads_and_releases_all_at_its_end(
     num_reads: int,
 ) -> None:
     held = Counter[str]()

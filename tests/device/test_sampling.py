@@ -75,7 +75,7 @@ def test_penalties_biases_and_min_tokens_change_logits_exactly_as_a_plain_python
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_drafted_tokens_count_for_penalties_and_min_tokens_in_the_draws_after_them() -> None:
+def test_penalties_and_min_tokens_of_a_draw_take_the_preceding_draft_tokens_into_account() -> None:
     sampling = RowSampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12)
     sampler = RowSampler(sampling, answered=[7] * 10, prompt=[3], end_tokens=frozenset((1,)))
 
@@ -92,7 +92,7 @@ def test_drafted_tokens_count_for_penalties_and_min_tokens_in_the_draws_after_th
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", [mx.float32, mx.bfloat16])
-def test_rows_with_any_settings_draw_the_same_tokens_together_as_alone(seed, kind) -> None:
+def test_batch_rows_with_random_sampling_settings_draw_the_same_tokens_as_alone(seed, kind) -> None:
     dice = random.Random(seed)
     logits = rows(seed, 24, spread=dice.choice([0.3, 3.0])).astype(kind)
     draws = [some_draw(dice) for _ in range(24)]
@@ -103,7 +103,9 @@ def test_rows_with_any_settings_draw_the_same_tokens_together_as_alone(seed, kin
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
-def test_top_p_among_a_few_candidates_draws_the_same_tokens_as_a_full_sort(monkeypatch, spread) -> None:
+def test_top_p_computed_on_a_few_candidates_draws_the_same_tokens_as_with_a_full_sort(
+    monkeypatch, spread
+) -> None:
     """In some cases the candidates suffice, in others the rest of the vocabulary is needed."""
     logits = rows(1, 8, spread=spread)
     draws = [Draw(RowSampling(1.0, top_p=0.1 + 0.1 * i, seed=i), i) for i in range(8)]
@@ -167,7 +169,9 @@ def draws(values: np.ndarray, sampling: RowSampling, num: int, seen: set[int] = 
 
 @given(st.integers(0, 10_000))
 @settings(deadline=None, max_examples=30)
-def test_temperature_0_takes_the_most_likely_token_whatever_else_is_set(seed: int) -> None:
+def test_temperature_0_draws_the_most_likely_token_whatever_the_other_sampling_settings_are(
+    seed: int,
+) -> None:
     values = few_logits(seed)
     sampling = RowSampling(0.0, top_p=0.1, top_k=2, min_p=0.5, seed=seed)
     assert draws(values, sampling, 3).tolist() == [values.argmax()] * 3
@@ -187,7 +191,9 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
-def test_draws_follow_the_distribution_that_the_filters_define(sampling: RowSampling) -> None:
+def test_sampled_tokens_follow_the_distribution_that_temperature_top_p_top_k_and_min_p_define(
+    sampling: RowSampling,
+) -> None:
     """Filtered tokens are never drawn, all others as often as their probability says (chi-squared)."""
     values, seen, num = few_logits(5), {0, 3, 7, 11}, 1500
     expected = distribution(values, sampling, seen)
@@ -208,7 +214,7 @@ def test_draws_follow_the_distribution_that_the_filters_define(sampling: RowSamp
     st.sampled_from([0.3, 1.0, 3.0]),
     st.sets(st.integers(0, SMALL - 1)),
 )
-def test_no_combination_of_filters_draws_a_token_that_it_excludes(
+def test_no_combination_of_sampling_filters_draws_a_token_that_the_combination_excludes(
     seed, top_k, top_p, min_p, temperature, seen
 ) -> None:
     values = few_logits(seed)
@@ -230,7 +236,7 @@ def test_min_p_1_and_a_tiny_top_p_leave_only_the_most_likely_token() -> None:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-30])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 3, "min_p": 0.1}], ids=str)
-def test_a_temperature_that_float32_cannot_divide_by_takes_the_most_likely_token(
+def test_a_temperature_too_small_for_float32_division_draws_the_most_likely_token(
     temperature: float, filters: dict[str, float]
 ) -> None:
     """This includes the largest logits of half precision, and -inf for ids without a token."""
@@ -252,7 +258,7 @@ def test_a_top_p_too_small_for_float32_leaves_only_the_most_likely_token(share: 
 
 
 @pytest.mark.parametrize("penalty", [5e-324, 1e-46, 1e-40])
-def test_a_penalty_too_small_for_float32_keeps_the_order_of_the_tokens_that_it_favours(
+def test_a_repetition_penalty_too_small_for_float32_still_draws_the_most_likely_repeated_token(
     penalty: float,
 ) -> None:
     values, sampling = few_logits(6), RowSampling(1e-3, repetition_penalty=penalty)
@@ -263,7 +269,7 @@ def test_a_penalty_too_small_for_float32_keeps_the_order_of_the_tokens_that_it_f
     )
 
 
-def test_for_given_logits_a_draw_depends_only_on_the_seed_and_the_tokens_index() -> None:
+def test_for_given_logits_a_sampled_token_depends_only_on_the_seed_and_the_token_index() -> None:
     """A draw depends neither on earlier draws nor on MLX's own random generator."""
     values, sampling = mx.array(few_logits(1)), RowSampling(1.5, seed=42)
     forwards = [int(draw(values, sampling, index, ()).item()) for index in range(30)]
@@ -276,13 +282,13 @@ def test_for_given_logits_a_draw_depends_only_on_the_seed_and_the_tokens_index()
     assert len(set(forwards)) > 3
 
 
-def test_the_high_bits_of_a_seed_change_the_draws() -> None:
+def test_seeds_that_differ_only_in_their_high_bits_draw_different_tokens() -> None:
     values, seeds = few_logits(1), [0, 2**63 - 1, 5, *(5 | 1 << bit for bit in (31, 32, 48, 62))]
     drawn = [tuple(draws(values, RowSampling(1.5, seed=seed), 20).tolist()) for seed in seeds]
     assert len({*drawn}) == len(seeds)
 
 
-def test_half_precision_logits_are_changed_and_filtered_in_float32() -> None:
+def test_penalties_and_filters_of_half_precision_logits_are_computed_in_float32() -> None:
     """In bfloat16 a cumulative sum over a large vocabulary stalls long before top_p, and 20 - 0.01 is 20."""
     values = mx.full((4096,), 20.0, mx.bfloat16)
     drawn = draws(values, RowSampling(1.0, top_p=0.5), 400)

@@ -76,7 +76,7 @@ async def quiet(process: Process) -> None:
 
 
 @pytest.mark.parametrize("kind", ["exaone4", "qwen3_next"])
-async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_idle(
+async def test_snapshots_dropped_because_the_write_queue_was_full_are_stored_once_the_session_is_idle(
     make_model, open_process, disk, kind
 ) -> None:
     model = make_model(kind)
@@ -95,7 +95,7 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
 
 @pytest.mark.parametrize("kind", ["llama", "mamba2"])
 @pytest.mark.parametrize("end", ["published", "fenced", "refused", "starved"])
-async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
+async def test_snapshots_of_an_answer_are_stored_only_after_its_tokens_are_published(
     make_model, open_process, kind, end
 ) -> None:
     """Also those that are just being published, while another turn lets snapshots be saved."""
@@ -142,7 +142,7 @@ async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
         saving.cancel()
 
 
-async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
+async def test_a_stopping_worker_stores_the_snapshots_that_a_full_write_queue_had_dropped(
     make_model, open_process, disk
 ) -> None:
     model = make_model("llama")
@@ -156,7 +156,7 @@ async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
 
 
 @pytest.mark.parametrize("fault", ["hangs", "died"])
-async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_snapshots(
+async def test_a_worker_whose_device_thread_hangs_or_died_stops_without_storing_missing_snapshots(
     make_model, open_process, disk, fault
 ) -> None:
     async with small_queue(open_process, make_model("llama")) as process:
@@ -172,7 +172,7 @@ async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_sna
 
 
 @pytest.mark.parametrize("num_passes", [0, 2, 8])
-async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_leaves_no_snapshot(
+async def test_a_session_erased_while_its_missing_snapshots_are_being_stored_leaves_no_snapshot(
     make_model, open_process, disk, num_passes
 ) -> None:
     model = make_model("llama")
@@ -201,7 +201,7 @@ async def saved(process: Process) -> AsyncIterator[None]:
     saving.cancel()
 
 
-async def test_snapshots_that_a_fault_of_the_disk_removed_from_the_queue_are_stored_later(
+async def test_snapshots_removed_from_the_write_queue_by_a_disk_error_are_stored_once_the_disk_recovers(
     make_model, open_process, monkeypatch
 ) -> None:
     monkeypatch.setattr(writer, "FIRST_PAUSE_S", 3.0)
@@ -231,7 +231,7 @@ async def test_snapshots_that_a_fault_of_the_disk_removed_from_the_queue_are_sto
             assert found.num_prefilled <= 2
 
 
-async def test_a_gpu_that_fails_while_idle_kv_is_copied_ends_neither_the_worker_nor_saving(
+async def test_a_gpu_failure_while_the_kv_of_an_idle_session_is_copied_ends_neither_the_worker_nor_saving(
     make_model: Callable[..., Any], open_process: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure is that of an earlier evaluation, which the copy is the first to report."""
@@ -259,7 +259,7 @@ async def test_a_gpu_that_fails_while_idle_kv_is_copied_ends_neither_the_worker_
 
 
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "qwen3_next"])
-async def test_idle_kv_is_copied_only_once_the_full_disk_has_room_again(
+async def test_kv_of_idle_sessions_is_copied_for_saving_only_once_a_full_disk_has_room_again(
     kind: str,
     make_model: Callable[..., Any],
     open_process: Callable[..., Any],
@@ -285,7 +285,9 @@ async def test_idle_kv_is_copied_only_once_the_full_disk_has_room_again(
         assert len(copied) == 1
 
 
-async def test_kv_that_is_saved_again_evicts_only_kv_that_was_used_earlier(make_model, open_process) -> None:
+async def test_saving_missing_kv_of_an_idle_session_evicts_only_snapshots_that_were_used_earlier(
+    make_model, open_process
+) -> None:
     """The disk has room for two of four idle sessions: each would evict another's KV without end."""
     prompts = {name: [number, *PROMPT] for number, name in enumerate("abcd", 1)}
     async with open_process(make_model("llama")) as process, saved(process):
@@ -304,7 +306,7 @@ async def test_kv_that_is_saved_again_evicts_only_kv_that_was_used_earlier(make_
         assert store.stats().durable - num_durable < 3, "sessions that were used earlier were saved again"
 
 
-async def test_saving_snapshots_goes_on_after_a_session_whose_early_kv_has_left_the_device(
+async def test_saving_missing_snapshots_continues_after_a_session_whose_early_kv_has_left_the_device(
     make_model, open_process
 ) -> None:
     policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))

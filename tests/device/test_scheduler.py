@@ -52,7 +52,7 @@ def carry_out(scheduler: Scheduler, budget: int = BLOCK) -> Step:
     return step
 
 
-def test_prompt_pieces_end_at_block_boundaries() -> None:
+def test_the_scheduler_divides_a_prompt_into_prefill_pieces_that_end_at_block_boundaries() -> None:
     turn = Turn(30, num_cached=5)
     scheduler = scheduler_of(turn)
     for _ in range(4):
@@ -60,7 +60,7 @@ def test_prompt_pieces_end_at_block_boundaries() -> None:
     assert turn.ran == [3, 8, 8, 6]
 
 
-def test_a_large_prefill_budget_gives_several_blocks_at_once_to_prompts_that_allow_it() -> None:
+def test_the_scheduler_with_a_large_prefill_budget_runs_several_blocks_of_a_prompt_in_one_step() -> None:
     long, short = Turn(77, most_blocks=100, num_cached=5), Turn(20, most_blocks=2, place_s=1.0)
     one = Turn(20, place_s=1.0)
     scheduler = scheduler_of(long, short, one)
@@ -70,7 +70,7 @@ def test_a_large_prefill_budget_gives_several_blocks_at_once_to_prompts_that_all
     assert carry_out(scheduler, 4 * BLOCK).prefill == ((short, 11), (one, 8))
 
 
-def test_a_prompt_that_needs_long_pieces_runs_in_steps_without_other_prompts() -> None:
+def test_the_scheduler_runs_the_long_prefill_pieces_of_a_paged_prompt_without_other_prompts() -> None:
     long, others = Turn(75, "b", scale=4, num_cached=5), [Turn(3, draws=False), Turn(20, draws=False)]
     scheduler = scheduler_of(long, *others)
     for _ in range(9):
@@ -79,7 +79,7 @@ def test_a_prompt_that_needs_long_pieces_runs_in_steps_without_other_prompts() -
     assert [one.ran for one in others] == [[3], [3, 5, 6, 2]]
 
 
-def test_a_short_answer_gets_an_extra_row_at_once_when_long_answers_hold_all_rows() -> None:
+def test_when_long_answers_fill_the_batch_a_short_answer_gets_an_extra_row_at_once() -> None:
     long, short, shorts = [Turn(4) for _ in range(6)], Turn(4, is_short=True), Turn(4, is_short=True)
     scheduler = scheduler_of(*long, max_rows=2)
     for _ in range(4):
@@ -97,7 +97,7 @@ def test_a_short_answer_gets_an_extra_row_at_once_when_long_answers_hold_all_row
     assert carry_out(scheduler).prefill == ((long[2], 1),), "a long one's row is none for short ones alone"
 
 
-def test_a_shorter_prompt_overtakes_longer_ones_unless_they_have_waited_for_long() -> None:
+def test_a_shorter_prompt_is_prefilled_before_longer_prompts_unless_those_have_waited_for_long() -> None:
     old, late, short = Turn(800, place_s=0.0), Turn(800, place_s=60.0), Turn(6, place_s=61.0)
     scheduler = scheduler_of(old, late, short)
     assert carry_out(scheduler).prefill == ((old, 8),)
@@ -105,7 +105,7 @@ def test_a_shorter_prompt_overtakes_longer_ones_unless_they_have_waited_for_long
     assert [turn for turn, _ in carry_out(scheduler).prefill] == [short, late]
 
 
-def test_the_next_free_row_goes_to_the_answer_with_the_earliest_place_in_the_queue() -> None:
+def test_the_next_free_batch_row_goes_to_the_answer_that_is_first_in_the_queue() -> None:
     first, last, middle = Turn(1), Turn(2, place_s=9.0), Turn(2, place_s=5.0)
     scheduler = scheduler_of(first, last, middle, max_rows=1)
     carry_out(scheduler)
@@ -114,7 +114,7 @@ def test_the_next_free_row_goes_to_the_answer_with_the_earliest_place_in_the_que
     assert scheduler.decoding == (middle,)
 
 
-def test_a_tenant_gets_no_more_rows_than_its_share_even_if_more_are_free() -> None:
+def test_a_tenant_gets_no_more_batch_rows_than_its_share_even_if_more_are_free() -> None:
     scheduler = Scheduler(4, BLOCK, 2)
     many, one = [Turn(3) for _ in range(4)], Turn(3, "b")
     for turn in (*many, one):
@@ -130,7 +130,7 @@ def test_a_tenant_gets_no_more_rows_than_its_share_even_if_more_are_free() -> No
     assert sorted(turn.tenant for turn in scheduler.decoding) == ["a", "a", "b"]
 
 
-def test_other_tenants_short_answers_take_none_of_a_tenants_rows() -> None:
+def test_short_answers_of_one_tenant_leave_the_batch_rows_of_other_tenants_free() -> None:
     scheduler = Scheduler(8, BLOCK, 2)
     for turn in [*(Turn(1, "b", is_short=True) for _ in range(3)), Turn(1, "a")]:
         scheduler.add(turn)
@@ -139,7 +139,9 @@ def test_other_tenants_short_answers_take_none_of_a_tenants_rows() -> None:
 
 
 @pytest.mark.parametrize("num_refused", range(4))
-def test_choosing_a_step_again_does_not_change_the_rotation_of_tenants(num_refused: int) -> None:
+def test_choosing_a_step_again_with_smaller_prefill_pieces_does_not_change_the_rotation_of_tenants(
+    num_refused: int,
+) -> None:
     """When memory is short, a step is chosen again with smaller pieces of the same prompts."""
     turns = [Turn(400, tenant) for tenant in ("a", "b", "c")]
     scheduler = scheduler_of(*turns)
@@ -157,14 +159,14 @@ SCRIPT = st.lists(
 )
 
 
-def test_turns_of_higher_priority_are_prefilled_first_and_others_get_the_rest_of_the_budget() -> None:
+def test_turns_of_higher_priority_are_prefilled_first_and_other_turns_get_the_rest_of_the_budget() -> None:
     low, high = Turn(30), Turn(12, priority=2)
     scheduler = scheduler_of(low, high)
     assert carry_out(scheduler).prefill == ((high, 8),)
     assert carry_out(scheduler).prefill == ((high, 4), (low, 4))
 
 
-def test_a_turn_of_low_priority_regularly_gets_a_step_while_turns_of_higher_priority_keep_coming() -> None:
+def test_a_turn_of_low_priority_regularly_gets_a_step_while_higher_priority_turns_keep_arriving() -> None:
     """A priority rises while its turns wait, even if new turns of a higher one keep coming."""
     low = Turn(1000, priority=-1)
     scheduler = scheduler_of(low)
@@ -181,7 +183,7 @@ def test_a_turn_of_low_priority_regularly_gets_a_step_while_turns_of_higher_prio
     assert len(waits) >= 5
 
 
-def test_tenants_of_equal_priority_take_turns_however_long_some_have_waited() -> None:
+def test_tenants_of_equal_priority_are_prefilled_in_rotation_however_long_some_have_waited() -> None:
     scheduler = scheduler_of(*(Turn(400, "many", priority=1) for _ in range(20)), Turn(400, "other"))
     for _ in range(3 * AGE_STEPS):
         carry_out(scheduler)
@@ -192,7 +194,7 @@ def test_tenants_of_equal_priority_take_turns_however_long_some_have_waited() ->
 
 
 @given(st.integers(1, 4), st.integers(1, 20), SCRIPT)
-def test_no_turn_is_lost_starved_or_run_twice_in_a_step(
+def test_under_random_arrivals_the_scheduler_ends_every_turn_and_runs_none_twice_in_a_step(
     max_rows: int, budget: int, script: list[tuple[str, int, str, bool]]
 ) -> None:
     """No step exceeds its budget or rows, no prompt runs more tokens than it has, and every turn ends."""

@@ -217,14 +217,14 @@ KINDS = [*((kind, None) for kind in [*MASKED, CHUNKED, "mamba2"]), ("llama", 8),
 @pytest.mark.parametrize(
     ("kind", "kv_bits"), [one for one in KINDS if one[0] in USUAL and one != ("qwen3_next", None)]
 )
-async def test_any_order_of_turns_forks_rewinds_losses_and_restarts_gives_the_tokens_of_a_run_from_scratch(
+async def test_random_turns_forks_rewinds_losses_and_restarts_give_the_tokens_of_a_run_from_scratch(
     make_model, build_model, trials, tmp_path, kind, kv_bits
 ) -> None:
     machine, _ = await _play(kind, kv_bits, 1, 12, make_model, build_model, tmp_path, trials=trials)
     assert len(machine.taken) > 3
 
 
-async def test_sessions_that_outgrow_the_disk_get_the_tokens_of_a_run_from_scratch(
+async def test_sessions_whose_snapshots_exceed_the_disk_limit_get_the_tokens_of_a_run_from_scratch(
     make_model, build_model, trials, tmp_path
 ) -> None:
     """KV from the middle of sessions is evicted; they continue, rewind to before that part, and restart."""

@@ -26,7 +26,7 @@ def shared(name: str, context: list[int], num: int, source: str) -> DeviceTurn:
     return generate(context, num, name=name, source=key(source))
 
 
-def test_a_new_session_copies_the_common_prefix_of_an_idle_one(make_rig, model) -> None:
+def test_a_new_session_copies_the_kv_of_the_common_prefix_from_an_idle_session(make_rig, model) -> None:
     rig = make_rig(model)
     rig.run(generate(with_end(4, 5), 6, name="a"))
     turn = shared("b", with_end(9, 6), 8, "a")
@@ -35,7 +35,7 @@ def test_a_new_session_copies_the_common_prefix_of_an_idle_one(make_rig, model) 
     assert rig.tokens(turn) == alone(model, with_end(9, 6), 8)[0]
 
 
-def test_a_session_whose_tokens_are_all_in_another_sessions_kv_still_prefills_its_last_token(
+def test_a_session_whose_whole_prompt_is_in_another_sessions_kv_still_prefills_its_last_token(
     make_rig, model
 ) -> None:
     """Its answer is drawn from this token's logits."""
@@ -47,7 +47,9 @@ def test_a_session_whose_tokens_are_all_in_another_sessions_kv_still_prefills_it
     assert rig.tokens(turn) == alone(model, COMMON, 8)[0]
 
 
-def test_one_of_several_sessions_that_start_together_prefills_their_common_prefix(make_rig, model) -> None:
+def test_of_several_sessions_that_start_together_only_one_prefills_their_common_prefix(
+    make_rig, model
+) -> None:
     rig = make_rig(model)
     turns = [generate(with_end(7, 5), 8, name="a")]
     turns += [shared(name, with_end(4 + i, 6 + i), 8, "a") for i, name in enumerate("bcd")]
@@ -57,7 +59,9 @@ def test_one_of_several_sessions_that_start_together_prefills_their_common_prefi
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_a_new_session_copies_the_prompt_of_a_running_answer(make_rig, model) -> None:
+def test_a_new_session_copies_the_kv_of_the_common_prompt_from_a_session_whose_answer_runs(
+    make_rig, model
+) -> None:
     """Several answers run, so that their KV is in the slots of a pool."""
     rig = make_rig(model)
     turns = [generate(with_end(i, 5 + i), 60, name=f"r{i}") for i in range(4)]
@@ -73,7 +77,7 @@ def test_a_new_session_copies_the_prompt_of_a_running_answer(make_rig, model) ->
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
-def test_waiting_sessions_prefill_the_prefix_themselves_if_its_source_is_cancelled_or_fails(
+def test_sessions_waiting_for_a_shared_prefix_prefill_the_prefix_themselves_if_the_source_turn_fails(
     make_rig, model, ending
 ) -> None:
     rig = make_rig(model)
@@ -96,7 +100,9 @@ def test_waiting_sessions_prefill_the_prefix_themselves_if_its_source_is_cancell
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_a_session_cancelled_while_it_waits_ends_once_even_if_its_turn_cannot_start(make_rig, model) -> None:
+def test_an_invalid_turn_cancelled_while_waiting_for_a_shared_prefix_ends_exactly_once(
+    make_rig, model
+) -> None:
     rig = make_rig(model)
     model.holds = lambda tokens: True
     first = generate(with_end(7, 5), 8, name="a")
@@ -111,7 +117,7 @@ def test_a_session_cancelled_while_it_waits_ends_once_even_if_its_turn_cannot_st
     assert isinstance(rig.end(waiting), FaultedTurn)
 
 
-def test_a_session_cancelled_while_it_waits_copies_no_kv(make_rig, model) -> None:
+def test_a_turn_cancelled_while_it_waits_for_a_shared_prefix_copies_no_kv(make_rig, model) -> None:
     """It ends at once, so the copy would only take memory."""
     rig = make_rig(model)
     calls = iter(range(100))
@@ -126,7 +132,7 @@ def test_a_session_cancelled_while_it_waits_copies_no_kv(make_rig, model) -> Non
     assert (waiting.num_reused, waiting.num_prefilled) == (0, 0)
 
 
-def test_a_source_session_that_has_changed_shares_only_equal_tokens_and_one_that_is_gone_shares_none(
+def test_a_new_session_copies_only_equal_tokens_of_a_changed_source_session_and_none_of_a_missing_one(
     make_rig, model
 ) -> None:
     """The event loop, which names the source, may be a step behind the device."""
@@ -149,7 +155,7 @@ WINDOWS = Policy(3, 20), Policy(3, 40)
     ("own", "other"), [WINDOWS, WINDOWS[::-1], (FULL, WINDOWS[0]), (WINDOWS[0], FULL)], ids=str
 )
 @pytest.mark.parametrize("is_running", [False, True], ids=["idle source", "running source"])
-def test_a_source_session_that_was_reopened_under_another_policy_shares_nothing(
+def test_a_source_session_that_was_reopened_under_another_cache_policy_shares_no_kv(
     make_rig, model, own: Policy, other: Policy, *, is_running: bool
 ) -> None:
     """Its KV has the right tokens, but is of what these tokens saw, and at other places."""
@@ -186,7 +192,7 @@ def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority(
     assert sharing.add(idle)
 
 
-def test_a_turn_waits_for_a_sessions_running_turn_and_only_for_a_prefix_that_it_lacks() -> None:
+def test_a_fork_waits_for_its_sources_latest_turn_unless_the_fork_already_has_the_shared_prefix() -> None:
     """The turn before it, which was abandoned, ends later."""
     sharing = TurnSharing()
     abandoned, leader = generate(COMMON, 8, name="a"), generate(COMMON, 8, name="a")

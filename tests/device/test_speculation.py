@@ -93,7 +93,7 @@ DRAFTED = [
         for way in ("greedy", "sampled", "penalised")
     ],
 )
-def test_a_draft_model_changes_no_token_and_lowers_the_number_of_steps(
+def test_a_draft_model_changes_no_token_of_an_answer_and_lowers_the_number_of_steps(
     make_model, draft_model, kind, num_rows, way
 ) -> None:
     """The models have plain layers, or windows that wrap."""
@@ -113,7 +113,7 @@ def test_a_draft_model_changes_no_token_and_lowers_the_number_of_steps(
     assert found.saved_s > 0
 
 
-def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_without_drafts(
+def test_batch_rows_in_a_shared_cache_pool_draft_together_and_get_the_same_tokens_as_without_drafts(
     make_model, draft_model
 ) -> None:
     """Drafts have any length. A row leaves, the pool gets full, and answers reach their limits."""
@@ -138,7 +138,9 @@ def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_withou
     assert batch.speculation.num_accepted > 0.3 * batch.speculation.num_drafted > 30
 
 
-def test_a_sessions_next_answer_reuses_the_draft_models_kv(make_model, draft_model, monkeypatch) -> None:
+def test_the_next_answer_of_a_session_reuses_the_kv_of_the_draft_model(
+    make_model, draft_model, monkeypatch
+) -> None:
     """The draft model runs only new tokens, and trims KV of tokens that differ."""
     model, drafter, runs = make_model("llama"), draft_model(), []
     run = drafter._run
@@ -163,7 +165,7 @@ def test_a_sessions_next_answer_reuses_the_draft_models_kv(make_model, draft_mod
     assert not drafter._shadows
 
 
-def test_rows_beyond_the_limit_of_sessions_with_draft_kv_decode_without_drafts(
+def test_batch_rows_beyond_the_limit_of_sessions_with_draft_model_kv_decode_without_drafts(
     make_model, draft_model, monkeypatch
 ) -> None:
     monkeypatch.setattr(models, "MOST_SHADOWS", 1)
@@ -180,7 +182,9 @@ def test_rows_beyond_the_limit_of_sessions_with_draft_kv_decode_without_drafts(
     assert len(drafter._shadows) == 1
 
 
-def test_a_long_answer_restarts_its_draft_kv_and_keeps_it_short(make_model, draft_model, monkeypatch) -> None:
+def test_the_kv_of_the_draft_model_for_a_long_answer_is_restarted_so_that_it_stays_short(
+    make_model, draft_model, monkeypatch
+) -> None:
     monkeypatch.setattr(models, "MOST_HELD", 96)
     monkeypatch.setattr(models, "BEGUN", 32)
     model, drafter = make_model("llama"), draft_model(off=0.0)
@@ -196,7 +200,7 @@ def test_a_long_answer_restarts_its_draft_kv_and_keeps_it_short(make_model, draf
 
 
 @pytest.mark.parametrize("vocabularies", [(VOCABULARY, VOCABULARY + 32), (VOCABULARY, VOCABULARY - 16)])
-def test_a_draft_model_may_have_another_number_of_logits_than_the_target_model(
+def test_a_draft_model_with_another_number_of_logits_than_the_target_model_changes_no_token(
     make_model, build_model, vocabularies
 ) -> None:
     model = make_model("llama")
@@ -213,7 +217,7 @@ def test_a_draft_model_may_have_another_number_of_logits_than_the_target_model(
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "recurrent_gemma"])
-def test_a_draft_model_whose_state_cannot_be_undone_is_refused(make_model, kind) -> None:
+def test_a_draft_model_whose_caches_cannot_be_trimmed_is_refused(make_model, kind) -> None:
     with pytest.raises(ValueError, match=r"its layers of ArraysCache.* cannot undo a draft"):
         draft_model_for(make_model(kind), 0.3, (VOCABULARY, VOCABULARY), Trials())
 
@@ -223,7 +227,9 @@ class SameTokens:
         return True
 
 
-def test_a_draft_model_is_refused_for_a_model_whose_state_cannot_undo_a_draft(make_model, tmp_path) -> None:
+def test_a_draft_model_is_refused_for_a_target_model_whose_caches_cannot_be_trimmed(
+    make_model, tmp_path
+) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     model, draft = (
         replace(loaded(make_model(kind)), tokenizer=SameTokens(), folder=tmp_path)  # type: ignore[arg-type]
@@ -259,7 +265,7 @@ def test_an_answer_continues_without_drafts_after_its_draft_model_fails(
     assert not batch.speculation.has_drafters
 
 
-def test_the_measured_cost_of_drafts_is_forgotten_after_many_steps_without_drafts() -> None:
+def test_the_measured_cost_of_drafting_is_forgotten_after_many_steps_without_drafts() -> None:
     times = StepTimes()
     for _ in range(3):
         times.note_plain(2, 1.0, ahead=False, could=False)
@@ -280,7 +286,7 @@ def draft(tokens: list[int], most: int) -> list[int]:
     return lookup_draft(array("I", tokens), most)
 
 
-def test_prompt_lookup_drafts_the_tokens_that_followed_the_same_last_tokens_earlier() -> None:
+def test_prompt_lookup_drafts_the_tokens_that_followed_an_earlier_occurrence_of_the_last_tokens() -> None:
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 3) == [4, 5, 9]
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
 
@@ -294,18 +300,20 @@ def test_prompt_lookup_searches_only_the_last_part_of_a_long_session() -> None:
     assert draft([*early, *late, *[9] * (MOST_SEEN - 11), 5, 6, 7], 1) == [8], "the first of the last tokens"
 
 
-def test_prompt_lookup_continues_a_repetition_beyond_the_end_of_the_session() -> None:
+def test_prompt_lookup_drafts_further_repetitions_if_the_session_ends_in_a_repetition() -> None:
     assert draft([1, 2, 3] * 9, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 @given(st.lists(st.integers(0, 3), min_size=NGRAM, max_size=60))
-def test_prompt_lookup_finds_the_latest_occurrence_at_any_position(tokens: list[int]) -> None:
+def test_prompt_lookup_finds_the_latest_earlier_occurrence_of_the_last_tokens_at_any_position(
+    tokens: list[int],
+) -> None:
     places = [at for at in range(NGRAM, len(tokens)) if tokens[at - NGRAM : at] == tokens[-NGRAM:]]
     assert draft(tokens, 1) == ([tokens[places[-1]]] if places else [])
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_prompt_lookup_runs_whenever_some_next_token_would_lead_to_a_draft(
+def test_prompt_lookup_says_that_a_draft_is_possible_whenever_some_next_token_allows_a_draft(
     tokens: list[int],
 ) -> None:
     for token in range(4):
@@ -412,7 +420,7 @@ class World:
     ],
 )
 @pytest.mark.parametrize("num_rows", [1, 4], ids=["one row", "four rows"])
-def test_speculation_slows_answers_by_at_most_3_percent_and_good_drafts_make_them_faster(
+def test_speculative_decoding_slows_answers_by_at_most_3_percent_and_good_drafts_speed_them_up(
     num_rows: int, late: float, checked: float, right: float, pass_share: float, least: float
 ) -> None:
     """The drafters are a draft model, and prompt lookup that is right half as often."""

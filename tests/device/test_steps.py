@@ -25,7 +25,9 @@ def learned(token_s: float, row_s: float, *, stall_s: float = 0.25, most: int = 
     return pace
 
 
-def test_a_lone_prompt_runs_in_smaller_pieces_once_a_long_context_makes_each_piece_too_slow() -> None:
+def test_a_prompt_that_runs_alone_gets_smaller_prefill_pieces_once_a_long_context_makes_each_too_slow() -> (
+    None
+):
     """As on a Mac: 1,024 tokens of a short context take 1 s, and of a context of 100,000 tokens 10 s."""
     pace = PrefillBudget(0.25, 1024, alone_s=2.0)
     pace.learn(0, 1024, 1.0)
@@ -35,7 +37,7 @@ def test_a_lone_prompt_runs_in_smaller_pieces_once_a_long_context_makes_each_pie
     assert pace.budget(0) == 200
 
 
-def test_a_slow_first_piece_during_kernel_compilation_makes_only_the_next_prompt_piece_small() -> None:
+def test_a_first_prefill_piece_slowed_by_kernel_compilation_makes_only_the_next_piece_small() -> None:
     pace = PrefillBudget(0.25, 1024, alone_s=2.0)
     pace.learn(0, 20, 3.0)
     assert (pace.budget(0), pace.budget(1)) == (LEAST, LEAST)
@@ -43,7 +45,7 @@ def test_a_slow_first_piece_during_kernel_compilation_makes_only_the_next_prompt
     assert (pace.budget(0), pace.budget(1)) == (1024, 200)
 
 
-def test_a_piece_that_was_too_long_for_the_device_halves_all_later_ones_down_to_the_smallest() -> None:
+def test_a_prefill_piece_that_was_too_long_for_the_device_halves_all_later_pieces_down_to_a_minimum() -> None:
     pace, found = PrefillBudget(0.25, 1024), []
     assert pace.shrink(700), "a prompt's last piece"
     assert pace.budget(0) == 344
@@ -54,7 +56,9 @@ def test_a_piece_that_was_too_long_for_the_device_halves_all_later_ones_down_to_
     assert PrefillBudget(0.25, 1024).shrink(8) is False
 
 
-def test_prompt_pieces_grow_again_after_many_quick_ones_and_more_slowly_after_each_further_failure() -> None:
+def test_halved_prefill_pieces_grow_again_after_many_quick_pieces_and_more_slowly_after_each_failure() -> (
+    None
+):
     """What made them too long, such as another program on the GPU, may be over."""
     pace = PrefillBudget(0.25, 1024)
 
@@ -80,7 +84,7 @@ def test_prompt_pieces_grow_again_after_many_quick_ones_and_more_slowly_after_ea
     [(0.003, 0.05, 64), (0.003, 0.2, 16), (0.0001, 0.01, 128), (0.02, 0.3, 16)],
     ids=["fast answers", "slow answers", "fast prompts", "slow prompts"],
 )
-def test_prompt_pieces_fill_the_part_of_the_stall_limit_that_answers_leave(
+def test_prefill_pieces_take_the_part_of_the_step_time_limit_that_running_answers_leave(
     token_s: float, row_s: float, budget: int
 ) -> None:
     """50 ms for the answers leave 200 ms, in which 64 tokens of 3 ms fit and 128 do not."""
@@ -88,7 +92,9 @@ def test_prompt_pieces_fill_the_part_of_the_stall_limit_that_answers_leave(
 
 
 @pytest.mark.parametrize("before_s", [None, 0.3], ids=["nothing", "a hiccup"])
-def test_prompt_pieces_grow_even_if_every_step_has_a_prompt(before_s: float | None) -> None:
+def test_prefill_pieces_grow_to_the_step_time_limit_even_if_every_step_contains_a_prompt(
+    before_s: float | None,
+) -> None:
     """Prompts in every step leave no step from which to learn the time of answers alone."""
     pace, row_s, token_s = PrefillBudget(0.25, 128), 0.05, 0.003
     if before_s is not None:
@@ -148,7 +154,7 @@ def turns() -> list[DeviceTurn]:
 
 
 @pytest.mark.parametrize("why", ["a restore is under way", "the disk has it"])
-def test_a_step_postponed_for_lack_of_memory_leaves_order_and_age_of_waiting_turns_unchanged(
+def test_a_step_postponed_for_lack_of_memory_does_not_change_order_and_age_of_waiting_turns(
     estimator, why: str
 ) -> None:
     room, scheduler, untouched = IdleKv(estimator), Scheduler(4, BLOCK), Scheduler(4, BLOCK)
@@ -171,7 +177,9 @@ def test_a_step_postponed_for_lack_of_memory_leaves_order_and_age_of_waiting_tur
     assert {turn.request.priority for turn, _ in expected.prefill} == {1}
 
 
-def test_a_prompt_waits_for_memory_anew_after_each_step_that_has_fitted(estimator, monkeypatch) -> None:
+def test_the_time_limit_of_a_prompt_that_waits_for_memory_restarts_after_each_step_that_ran(
+    estimator, monkeypatch
+) -> None:
     now_s, starved = [0.0], list[Any]()
     monkeypatch.setattr(step_chooser, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     room, scheduler = IdleKv(estimator), Scheduler(4, BLOCK)
@@ -190,7 +198,7 @@ def test_a_prompt_waits_for_memory_anew_after_each_step_that_has_fitted(estimato
     assert chooser.choose().hopeless is not None
 
 
-def test_without_memory_a_prompt_that_waits_for_the_disk_does_not_fail_in_place_of_one_that_could_run(
+def test_when_memory_is_lacking_a_prompt_that_could_run_fails_and_not_one_that_waits_for_the_disk(
     estimator, monkeypatch
 ) -> None:
     monkeypatch.setattr(step_chooser, "PATIENCE_S", 0.0)
@@ -204,7 +212,9 @@ def test_without_memory_a_prompt_that_waits_for_the_disk_does_not_fail_in_place_
     assert hopeless[0] is other
 
 
-def test_a_step_that_took_more_memory_than_estimated_raises_later_estimates_for_a_while(estimator) -> None:
+def test_a_device_step_that_took_more_memory_than_estimated_raises_later_estimates_for_a_while(
+    estimator,
+) -> None:
     room, scheduler = IdleKv(estimator), Scheduler(4, BLOCK)
     room.is_open = True
     chooser = chooser_of(scheduler, room)

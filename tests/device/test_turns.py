@@ -71,7 +71,7 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     assert turn.request.answer.finish_reason == "length"
 
 
-def test_a_resumed_answer_keeps_its_published_tokens_and_draws_the_same_remaining_tokens(
+def test_a_resumed_answer_keeps_its_published_tokens_and_samples_the_same_remaining_tokens(
     make_rig, model
 ) -> None:
     """Tokens published before a crash are not drawn again; the draws after them do not change."""
@@ -89,7 +89,7 @@ def test_a_resumed_answer_keeps_its_published_tokens_and_draws_the_same_remainin
     assert after.num_reused == 22
 
 
-def test_a_turn_snapshots_the_requested_blocks_of_its_prompt_all_blocks_of_its_answer_and_the_tail(
+def test_snapshots_are_made_of_requested_prompt_blocks_all_answer_blocks_and_the_last_partial_block(
     make_rig, model
 ) -> None:
     """Each span is copied as soon as its KV is complete."""
@@ -125,7 +125,7 @@ def test_a_turn_snapshots_the_requested_blocks_of_its_prompt_all_blocks_of_its_a
         ((16, 20), (24, 31)),
     ],
 )
-def test_an_answer_snapshots_only_new_tokens_of_its_partial_block_and_merges_short_pieces(
+def test_the_snapshot_of_an_answers_partial_block_has_only_new_tokens_or_replaces_short_pieces(
     make_rig, model, edges, cut
 ) -> None:
     """Stored pieces of the block stay, except those that are not longer than the new piece."""
@@ -136,7 +136,7 @@ def test_an_answer_snapshots_only_new_tokens_of_its_partial_block_and_merges_sho
     assert rig.cuts(turn) == [cut] * (cut is not None)
 
 
-def test_no_kv_is_copied_while_the_snapshot_queue_is_full_and_afterwards_all_of_it_in_order(
+def test_kv_not_copied_for_snapshots_while_the_write_queue_is_full_is_copied_once_space_is_free(
     make_rig, model
 ) -> None:
     room_bytes = 0
@@ -150,7 +150,9 @@ def test_no_kv_is_copied_while_the_snapshot_queue_is_full_and_afterwards_all_of_
     assert rig.cuts(turn) == [*((start, start + 8) for start in range(0, 56, 8)), (56, 59)]
 
 
-def test_snapshots_that_the_event_loop_has_not_taken_yet_take_room_in_the_queue(make_rig, model) -> None:
+def test_snapshots_that_the_event_loop_has_not_yet_received_count_against_the_write_queue(
+    make_rig, model
+) -> None:
     """It would have to drop those for which there is no room."""
     rig = make_rig(model, room=lambda: room_bytes)
     room_bytes = 3 * rig.device.kv(FULL).snapshot(8, at=8)
@@ -163,7 +165,7 @@ def test_snapshots_that_the_event_loop_has_not_taken_yet_take_room_in_the_queue(
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode alone", "decode in a batch"])
-def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_others(
+def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_other_turns(
     make_rig, model, phase
 ) -> None:
     """Their KV is dropped. Other turns continue, and later turns of the same sessions succeed."""
@@ -196,7 +198,7 @@ def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_others(
     assert [turn.num_reused for turn in again] == [0] * len(again)
 
 
-def test_a_prompt_that_cannot_start_fails_and_the_other_turns_of_its_step_complete(
+def test_a_prompt_that_fails_to_start_fails_alone_and_the_other_turns_of_its_step_complete(
     make_rig, model, monkeypatch
 ) -> None:
     """Prompts and answers in the same step continue."""
@@ -237,7 +239,7 @@ def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_the_prompt_is_pr
     assert rig.tokens(again) == alone(model, prompt(20), 4)[0]
 
 
-def test_idle_sessions_take_less_than_four_times_the_memory_that_they_report(make_rig, model) -> None:
+def test_idle_sessions_take_less_than_four_times_the_kv_memory_that_they_report(make_rig, model) -> None:
     """Caches grow by 256 tokens at a time and do not shrink by themselves."""
     rig = make_rig(model, block_tokens=256)
     rig.run(append(prompt(5), name="first"))
@@ -253,7 +255,7 @@ def test_idle_sessions_take_less_than_four_times_the_memory_that_they_report(mak
     assert rig.tokens(after) == alone(model, prompt(5), 300)[0]
 
 
-def test_a_turn_uses_no_kv_of_other_tokens_that_an_abandoned_turn_left_in_its_session(
+def test_a_turn_does_not_reuse_kv_of_other_tokens_that_a_cancelled_turn_left_in_its_session(
     make_rig, model
 ) -> None:
     """The turn was submitted before an abandoned one of the same session had ended with other tokens."""
@@ -264,7 +266,7 @@ def test_a_turn_uses_no_kv_of_other_tokens_that_an_abandoned_turn_left_in_its_se
     assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]
 
 
-def test_a_prompt_with_a_token_outside_of_the_vocabulary_fails_and_the_turn_beside_it_completes(
+def test_a_prompt_with_a_token_outside_the_vocabulary_fails_and_a_concurrent_turn_completes(
     make_rig, model
 ) -> None:
     rig = make_rig(model)

@@ -118,7 +118,7 @@ PLACES = ["in_cut", "in_mixed_step", "in_prefill", "in_step_ahead", "in_decoding
 
 @pytest.mark.metal
 @pytest.mark.parametrize("place", PLACES)
-async def test_no_token_and_no_snapshot_is_made_from_the_results_of_a_failed_evaluation(
+async def test_no_token_and_no_snapshot_is_made_from_the_results_of_a_failed_gpu_evaluation(
     make_model, open_process, buffers, place
 ) -> None:
     """Answers and the failed step's prompt continue from snapshots; idle sessions are restored."""
@@ -171,7 +171,7 @@ async def test_an_answer_completes_even_if_copying_the_kv_of_its_last_tokens_fai
 
 
 @pytest.mark.metal
-async def test_a_prompt_that_fails_every_time_ends_with_an_error_and_changes_no_other_answer(
+async def test_a_prompt_that_makes_the_gpu_fail_every_time_ends_with_an_error_and_changes_no_other_answer(
     make_model, open_process, buffers
 ) -> None:
     """The prompt is tried twice. An answer beside it restarts as often as needed."""
@@ -215,7 +215,7 @@ def spoil(model: Any, token: int, value: float = math.nan) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_an_answer_with_nan_or_infinite_logits_fails_and_one_beside_it_completes(
+def test_an_answer_with_nan_or_infinite_logits_fails_and_a_concurrent_answer_completes(
     make_rig, model, sampling: RowSampling, value: float
 ) -> None:
     """The failing answer ends at the token after which the logits are not finite."""
@@ -236,7 +236,7 @@ def test_an_answer_with_nan_or_infinite_logits_fails_and_one_beside_it_completes
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_a_prompt_whose_embedding_is_nan_fails_and_the_turns_beside_it_complete(
+def test_a_prompt_whose_embedding_is_nan_fails_and_concurrent_turns_complete(
     make_rig, build_model, kind
 ) -> None:
     """An answer that runs and a prompt of the same step complete."""
@@ -261,13 +261,13 @@ def test_a_prompt_whose_embedding_is_nan_fails_and_the_turns_beside_it_complete(
     assert (running.request.answer.tokens, beside.request.answer.tokens) == (said, first)
 
 
-def test_a_model_with_nan_logits_at_its_start_is_refused(make_rig, model) -> None:
+def test_a_worker_refuses_a_model_whose_first_logits_are_nan(make_rig, model) -> None:
     spoil(model, 0)
     with pytest.raises(ModelError, match=r"is broken: the model's logits are no finite numbers.*--dtype"):
         make_rig(model)
 
 
-def test_logits_of_minus_infinity_are_valid_unless_a_row_has_no_others() -> None:
+def test_an_answer_with_some_logits_of_minus_infinity_is_valid_and_one_with_only_such_logits_fails() -> None:
     """Models set the logits of ids without a token to minus infinity."""
     logits = mx.full((2, 8), -math.inf)
     logits[0, 3] = 1.0

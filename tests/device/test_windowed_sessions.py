@@ -56,7 +56,7 @@ def test_the_kv_of_a_windowed_session_stays_at_the_size_of_its_sinks_and_window(
     assert rig.device.kv(POLICY).held(10**6) == (23 + SLACK) * per_token
 
 
-def test_a_rewind_within_the_ring_prefills_one_token_and_a_longer_one_prefills_all(
+def test_a_rewind_within_the_ring_cache_prefills_one_token_and_a_longer_rewind_prefills_all(
     make_model, build_model, make_rig
 ) -> None:
     model = make_model("llama")
@@ -78,7 +78,9 @@ def test_a_rewind_within_the_ring_prefills_one_token_and_a_longer_one_prefills_a
     _assert_greedy(naive, context[:200], rig.tokens(beyond), 4)
 
 
-def test_windowed_rows_join_a_pool_once_and_never_move_to_another(make_model, make_rig, monkeypatch) -> None:
+def test_batch_rows_of_windowed_sessions_join_a_cache_pool_once_and_never_move_to_another_pool(
+    make_model, make_rig, monkeypatch
+) -> None:
     joined: list[int] = []
     join = Pool.join
     monkeypatch.setattr(Pool, "join", lambda pool, caches: joined.append(pool.capacity) or join(pool, caches))
@@ -89,7 +91,7 @@ def test_windowed_rows_join_a_pool_once_and_never_move_to_another(make_model, ma
     assert all(rig.end(turn).cost.num_cached > SLACK + 23 for turn in turns)
 
 
-def test_a_restored_ring_that_leaves_a_pool_claims_no_tokens_that_it_lacked_when_it_joined() -> None:
+def test_a_restored_ring_cache_that_leaves_a_cache_pool_claims_no_tokens_that_it_lacked_before() -> None:
     """It has room for more tokens than the last ones, with which it was restored."""
     ring = RingCache(POLICY.sink, POLICY.window or 0)
     restored = [mx.ones((1, 2, 23, 8))]
@@ -100,7 +102,7 @@ def test_a_restored_ring_that_leaves_a_pool_claims_no_tokens_that_it_lacked_when
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_in_pieces_as_whole(
+def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_prefilled_in_pieces_as_at_once(
     make_model, make_rig, kv_bits
 ) -> None:
     """Its KV has the size of the codes, and of a scale and a bias for each group."""
@@ -126,7 +128,7 @@ def test_a_step_of_a_long_windowed_prompt_takes_no_more_memory_than_estimated(ma
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_a_windowed_hybrid_model_gives_the_same_logits_for_any_split_of_its_tokens(
+def test_a_windowed_hybrid_model_gives_the_same_logits_however_the_prompt_is_split_for_prefill(
     make_model, build_model, make_rig, kind: str
 ) -> None:
     """No model call crosses a multiple of the ring's grid, where positions restart; states continue."""
@@ -174,7 +176,7 @@ def _run(forward: Forward, rings: list[RingCache], tokens: Sequence[int], length
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss"])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(1, 159), max_size=12, unique=True))
-def test_ring_attention_over_any_split_of_the_tokens_equals_attention_with_masks(
+def test_ring_cache_attention_over_any_split_of_the_prompt_equals_attention_with_window_masks(
     make_model, build_model, kind: str, cuts: list[int]
 ) -> None:
     model = make_model(kind)
@@ -186,7 +188,9 @@ def test_ring_attention_over_any_split_of_the_tokens_equals_attention_with_masks
 
 
 @pytest.mark.parametrize("far", [10_000_000, 9_999_990, 2**31 // 4096 * 4096 - 100])
-def test_logits_at_position_ten_million_equal_those_at_ten_thousand(make_model, far: int) -> None:
+def test_windowed_logits_at_position_ten_million_equal_those_at_position_ten_thousand(
+    make_model, far: int
+) -> None:
     model = make_model("llama")
     logits = []
     for start in (10_000, far):

@@ -163,7 +163,7 @@ async def test_an_example_survives_a_worker_crash_and_prints_the_same_output_whe
 
 
 @pytest.mark.parametrize("here", ["jobs"], indirect=True)
-async def test_the_orchestrator_killed_with_its_worker_gets_each_result_once_when_run_again(
+async def test_an_orchestrator_killed_together_with_its_worker_gets_each_result_once_when_run_again(
     here: Here,
 ) -> None:
     await here.crash(100, 10, await here.run("orchestrator.py"))
@@ -194,7 +194,7 @@ async def test_a_pydantic_ai_agent_finishes_despite_a_worker_crash(here: Here, t
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(600)
-async def test_a_retried_temporal_activity_gets_the_logged_answer_after_program_and_servers_crash(
+async def test_a_retried_temporal_activity_gets_the_logged_answer_after_a_crash_of_program_and_servers(
     here: Here, tmp_path: Path
 ) -> None:
     """Program, worker and gateway are killed in mid-answer; the log then has one answer, which is printed."""

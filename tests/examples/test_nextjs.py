@@ -76,7 +76,7 @@ def running(site: Path, port: int, url: str) -> Iterator[None]:
 
 @pytest.mark.registry("npm")
 @pytest.mark.timeout(900)
-def test_a_chat_continues_through_page_reloads_and_kills_of_site_gateway_and_worker(
+def test_the_nextjs_chat_continues_through_page_reloads_and_kills_of_site_gateway_and_worker(
     worker_process: Any, endless_model: Path, site: Path, tmp_path: Path
 ) -> None:
     """Each reload resumes the answer by `useChat({ resume: true })`; the complete answer is saved."""
@@ -149,7 +149,7 @@ def page() -> Iterator[str]:
     server.server_close()
 
 
-def test_an_answer_survives_page_reloads_and_kills_of_worker_and_gateway(
+def test_the_web_page_shows_the_whole_answer_despite_page_reloads_and_kills_of_worker_and_gateway(
     worker_process: Any, endless_model: Path, page: str, tmp_path: Path
 ) -> None:
     process = worker_process(model=endless_model)

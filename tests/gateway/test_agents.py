@@ -176,7 +176,7 @@ def longest(results: Sequence[Generated]) -> Usage:
 @pytest.mark.registry("npm")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", AGENTS)
-async def test_an_agent_does_a_task_and_continues_after_the_worker_is_restarted_and_killed(
+async def test_a_coding_agent_completes_a_task_through_the_gateway_despite_a_worker_kill_and_restart(
     name: str, programs: Path, worker_process: Any, packaged_folder: Path, door: Any, tmp_path: Path
 ) -> None:
     process = worker_process(model=packaged_folder)
@@ -236,7 +236,7 @@ async def client(served: Any) -> AsyncIterator[AsyncAnthropic]:
         yield client
 
 
-async def test_anthropics_client_gets_a_tool_call_sends_its_result_and_streams_the_answer(
+async def test_the_anthropic_client_gets_a_tool_call_sends_its_result_and_streams_the_answer(
     client: AsyncAnthropic,
 ) -> None:
     given: dict[str, Any] = {"model": "m", "max_tokens": 400, "system": "Look first.", "tools": [TOOL]}
@@ -258,7 +258,7 @@ async def test_anthropics_client_gets_a_tool_call_sends_its_result_and_streams_t
     assert answer.usage.cache_read_input_tokens >= called.usage.input_tokens + called.usage.output_tokens - 1
 
 
-async def test_anthropics_client_lists_models_counts_tokens_and_understands_errors(
+async def test_the_anthropic_client_lists_models_counts_tokens_and_raises_its_own_exceptions_for_errors(
     client: AsyncAnthropic,
 ) -> None:
     import anthropic
@@ -277,7 +277,7 @@ async def test_anthropics_client_lists_models_counts_tokens_and_understands_erro
     assert refused.value.body["type"] == "error", "in this API's shape"
 
 
-async def test_continuing_a_thread_of_anthropics_api_raises_the_librarys_error_for_a_thread_not_found(
+async def test_the_anthropic_client_raises_not_found_for_a_request_that_continues_a_thread(
     client: AsyncAnthropic,
 ) -> None:
     import anthropic

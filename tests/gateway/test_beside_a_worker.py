@@ -33,7 +33,7 @@ async def until_served(http: httpx2.AsyncClient, *, served: bool) -> None:
 
 
 @pytest.mark.process
-async def test_the_gateway_of_a_worker_starts_and_ends_with_the_worker(
+async def test_a_gateway_started_by_a_worker_ends_when_its_worker_ends(
     worker_process: Any, tiny_model: Path
 ) -> None:
     """Also if a worker is killed and starts again while its old gateway is still running."""
@@ -58,7 +58,7 @@ async def test_the_gateway_of_a_worker_starts_and_ends_with_the_worker(
 
 
 @pytest.mark.process
-def test_launch_waits_for_a_starting_workers_gateway_but_not_for_a_gateway_on_another_port(
+def test_launch_waits_for_the_gateway_of_a_starting_worker_but_fails_at_once_for_another_port(
     worker_process: Any, tiny_model: Path
 ) -> None:
     port = free_port()
@@ -114,7 +114,7 @@ def test_a_worker_whose_gateway_port_is_in_use_fails_before_it_loads_the_model(
 
 
 @pytest.mark.process
-async def test_the_options_keys_cors_explain_and_until_eof_of_the_command_gateway_take_effect(
+async def test_the_command_gateway_obeys_its_options_keys_cors_explain_and_until_eof(
     local_worker: Any, tmp_path: Path
 ) -> None:
     worker, port, site = await local_worker(), free_port(), "https://chat.example"

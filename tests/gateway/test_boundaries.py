@@ -45,7 +45,7 @@ def result(text: str = "", calls: tuple[Called, ...] = (), position: int = 10, *
     return generated(text=text, tokens=(1, 2), tool_calls=calls, position=position, **more)
 
 
-def test_changed_formatting_ids_and_options_leave_the_digest_of_a_conversation_unchanged() -> None:
+def test_a_conversation_digest_ignores_json_formatting_tool_call_ids_and_sampling_options() -> None:
     one = chain(
         user("Weather?"),
         called('{"a": 1, "b": [2, {"d": 4, "c": 3}]}', reasoning_content="Hm."),
@@ -66,7 +66,7 @@ def test_changed_formatting_ids_and_options_leave_the_digest_of_a_conversation_u
     assert one == other
 
 
-def test_a_changed_message_or_tool_changes_its_digest_and_all_later_digests() -> None:
+def test_changing_a_message_or_tool_changes_the_conversation_digests_from_that_message_on() -> None:
     one = chain(user("a"), {"role": "assistant", "content": "b"}, user("c"))
     for num_common, other in [
         (0, chain(user("a"), {"role": "assistant", "content": "b"}, user("c"), tools=[TOOL])),
@@ -84,7 +84,7 @@ def test_a_changed_message_or_tool_changes_its_digest_and_all_later_digests() ->
     assert len({chain(user("a"), one)[-1] for one in two}) == 4
 
 
-def test_a_conversation_digest_is_equal_for_developer_and_system_and_differs_by_template_variables() -> None:
+def test_a_conversation_digest_treats_developer_as_system_and_depends_on_chat_template_kwargs() -> None:
     told = {"role": "system", "content": "Be brief."}
     one = chain(told, user("a"))
     assert chain({**told, "role": "developer"}, user("a")) == one
@@ -94,7 +94,7 @@ def test_a_conversation_digest_is_equal_for_developer_and_system_and_differs_by_
     assert not {*not_} & {*thinks}
 
 
-def test_swapping_the_results_of_two_tool_calls_changes_the_digest_of_the_conversation() -> None:
+def test_swapping_the_results_of_two_tool_calls_changes_the_conversation_digest() -> None:
     both = called("{}", "x")
     both["tool_calls"] = [*both["tool_calls"], *called('{"a": 1}', "y")["tool_calls"]]
     ones = [{"role": "tool", "tool_call_id": name, "content": name} for name in ("x", "y")]
@@ -103,7 +103,7 @@ def test_swapping_the_results_of_two_tool_calls_changes_the_digest_of_the_conver
 
 
 @pytest.mark.parametrize(("text", "sent"), [(" Yes.\n", " Yes.\n"), (" Yes.\n", "Yes."), ("\n\n", None)])
-def test_an_answer_sent_back_is_recognised_with_or_without_white_space_around_it(
+def test_an_answer_that_a_client_sends_back_with_stripped_white_space_matches_the_known_conversation(
     text: str, sent: str | None
 ) -> None:
     (prompt, after) = chain(user("a"), {"role": "assistant", "content": sent})[1:]
@@ -114,7 +114,7 @@ def test_an_answer_sent_back_is_recognised_with_or_without_white_space_around_it
     assert after not in boundaries.after_answer(prompt, result("\n"))
 
 
-def test_only_request_ids_and_fork_tags_of_the_gateway_decode_to_conversation_digests() -> None:
+def test_the_gateway_decodes_its_own_request_ids_and_fork_tags_and_rejects_those_of_others() -> None:
     name = RequestName(b"\xab" * 16, b"\x02" * 8, 3)
     assert RequestName.parse(str(name)) == name
     for other in ("turn-1", "a-b-c", str(name).upper(), f"{name}-1", ""):
@@ -132,7 +132,7 @@ def answered(index: SessionIndex, held: IndexedSession, prompt: bytes, given: Ge
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "expired", "model_changed", "given_up"])
-def test_the_conversation_index_counts_an_answer_that_was_ended_early_as_failed(reason: str) -> None:
+def test_the_conversation_index_marks_an_answer_that_was_cut_short_as_failed(reason: str) -> None:
     """So a client that repeats the request gets a new, whole answer."""
     index, held = SessionIndex(), IndexedSession("s", 0, 1.0)
     asked = IndexedRequest(held, RequestName(b"x", b"", 0), set(), 0)
@@ -142,7 +142,7 @@ def test_the_conversation_index_counts_an_answer_that_was_ended_early_as_failed(
     assert asked.state == "failed"
 
 
-def test_the_conversation_index_drops_all_positions_after_text_that_the_template_rewrote() -> None:
+def test_the_conversation_index_drops_all_positions_after_the_point_where_a_template_rewrote_text() -> None:
     index, held = SessionIndex(), IndexedSession("s", 0, 1.0)
     answered(index, held, b"p", result("a", position=10))
     answered(index, held, b"q", result("b", position=20, rewritten_from=9))
@@ -169,7 +169,9 @@ def begun(index: SessionIndex, *messages: dict[str, Any]) -> SendPlan:
 
 
 @pytest.mark.parametrize(("rewrites", "how"), [(False, "forked"), (True, "begun")])
-def test_no_session_is_forked_whose_running_request_may_move_the_fork_point(rewrites: bool, how: str) -> None:
+def test_the_gateway_forks_no_session_with_a_running_request_if_its_template_rewrites_earlier_text(
+    rewrites: bool, how: str
+) -> None:
     """A template that changes earlier text does so as the request runs."""
     index, said = SessionIndex(), {"role": "assistant", "content": "b"}
     first = begun(index, user("a"))
@@ -181,7 +183,7 @@ def test_no_session_is_forked_whose_running_request_may_move_the_fork_point(rewr
 
 
 @pytest.mark.parametrize(("num_waiting", "how"), [(0, "begun"), (1, "repeated"), (2, "repeated")])
-def test_an_equal_request_gets_a_running_answer_only_while_a_client_waits_for_it(
+def test_a_repeated_request_joins_a_running_answer_only_while_another_client_waits_for_that_answer(
     num_waiting: int, how: str
 ) -> None:
     """An answer that no client waits for is being cancelled."""
@@ -195,7 +197,7 @@ def test_an_equal_request_gets_a_running_answer_only_while_a_client_waits_for_it
 
 
 @pytest.mark.parametrize("rewrites", [False, True])
-def test_a_session_that_another_gateway_has_continued_keeps_its_boundaries_unless_templates_change_text(
+def test_a_session_continued_by_another_gateway_stays_indexed_unless_its_template_rewrites_text(
     rewrites: bool,
 ) -> None:
     """Else the request of the other gateway may have moved them."""
@@ -209,7 +211,7 @@ def test_a_session_that_another_gateway_has_continued_keeps_its_boundaries_unles
 
 
 @pytest.mark.parametrize(("num_running", "expected"), [(1, 9), (0, None)])
-async def test_the_position_of_a_refused_fork_point_is_that_of_the_running_request_or_unknown(
+async def test_after_a_refused_fork_the_index_waits_for_the_running_requests_position_or_forgets_its_own(
     num_running: int, expected: int | None
 ) -> None:
     index, held = SessionIndex(), IndexedSession("s", 3, 1.0)
@@ -224,7 +226,7 @@ async def test_the_position_of_a_refused_fork_point_is_that_of_the_running_reque
     assert held.position == expected
 
 
-def test_of_sessions_with_the_same_conversation_the_index_finds_one_that_needs_no_fork() -> None:
+def test_of_several_sessions_with_the_same_conversation_the_gateway_picks_one_that_needs_no_fork() -> None:
     index, one, two, three = SessionIndex(), *(IndexedSession(name, 0, 1.0) for name in "abc")
     (after,) = boundaries.after_answer(b"p", result("a"))
     answered(index, one, b"p", result("a"))
@@ -237,7 +239,7 @@ def test_of_sessions_with_the_same_conversation_the_index_finds_one_that_needs_n
     assert index.find(after) == (three, (10, True))
 
 
-def test_the_conversation_index_selects_idle_sessions_and_the_oldest_beyond_its_limit_for_removal() -> None:
+def test_the_conversation_index_lists_for_removal_idle_sessions_and_the_oldest_beyond_its_limit() -> None:
     index = SessionIndex()
     for number in range(MOST_SESSIONS + 3):
         index.add(IndexedSession(str(number), 0, float(number)))
@@ -247,13 +249,13 @@ def test_the_conversation_index_selects_idle_sessions_and_the_oldest_beyond_its_
     assert [held.name for held in index.old(5.0)] == ["2", "3", "4"]
 
 
-def test_requests_that_differ_in_options_or_ask_for_another_of_several_answers_differ_in_digest() -> None:
+def test_requests_with_different_sampling_options_or_answer_numbers_have_different_digests() -> None:
     options: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"logit_bias": {3: 1.0}}]
     digests = {boundaries.options_digest(one, number) for one in options for number in (0, 1)}
     assert len(digests) == 6
 
 
-def test_a_request_whose_append_has_ended_is_cancelled_itself() -> None:
+def test_a_gateway_cancel_sent_after_the_append_of_a_large_request_has_ended_names_the_request() -> None:
     asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
     asked.begin_append("append")
     asked.end_append(b"b", 5)
@@ -272,7 +274,7 @@ def check(index: SessionIndex) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_order_of_requests_results_and_removals_leaves_an_index_without_what_was_removed(
+def test_after_random_requests_and_removals_the_conversation_index_has_nothing_of_removed_sessions(
     seed: int,
 ) -> None:
     """Two sessions may have equal prompts, and a session may be removed before its answer comes."""

@@ -34,7 +34,7 @@ PAGE = {"origin": "http://localhost:3000"}
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_internal_error_of_the_gateway_has_the_form_of_the_api_and_is_readable_by_web_pages(
+async def test_an_internal_error_of_the_gateway_has_the_error_format_of_its_api_and_cors_headers(
     gateway: Any, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(*_: Any) -> bytes:
@@ -50,7 +50,7 @@ async def test_an_internal_error_of_the_gateway_has_the_form_of_the_api_and_is_r
 
 
 @pytest.mark.parametrize("num_bytes", [200_000, 10_000_000])
-async def test_a_refusal_sent_before_a_large_body_was_read_still_reaches_the_client(
+async def test_a_client_that_is_still_sending_a_large_body_receives_the_refusal(
     gateway: Any, num_bytes: int
 ) -> None:
     limited = ApiKey("default", KeyLimits(requests=1))
@@ -87,7 +87,7 @@ MANY: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("many", MANY)
-async def test_more_than_100000_messages_or_parts_are_refused_with_one_sentence(
+async def test_a_request_of_more_than_100000_messages_or_parts_is_refused_with_an_error_of_one_sentence(
     http: httpx2.AsyncClient, many: str
 ) -> None:
     path, body = MANY[many]
@@ -152,7 +152,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_proxy")
-async def test_a_request_fetches_few_images_at_once_and_32_mib_of_100_images_at_most() -> None:
+async def test_a_request_fetches_4_images_at_once_and_is_refused_beyond_100_images_or_32_mib() -> None:
     host, fetcher = Host(lambda to: to.sendall(bytes(10_000_000))), ImageFetcher(["127.0.0.1"])
     with pytest.raises(Fault, match="the fetched images have more than 33554432 bytes") as large:
         await fetcher.fetched(linked(host, 60))
@@ -170,7 +170,7 @@ async def test_a_request_fetches_few_images_at_once_and_32_mib_of_100_images_at_
 
 
 @pytest.mark.usefixtures("no_proxy")
-async def test_an_image_host_that_sends_byte_by_byte_holds_no_thread_beyond_the_time_limit_of_a_fetch(
+async def test_an_image_fetch_from_a_host_that_sends_byte_by_byte_ends_at_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def drip(to: socket.socket) -> None:

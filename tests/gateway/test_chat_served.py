@@ -40,7 +40,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_a_chat_sent_in_full_at_each_turn_prefills_only_its_new_messages(
+async def test_a_chat_request_with_the_whole_conversation_prefills_only_its_new_messages(
     local_worker: Any, door: Any, endless_model: Path, *, restarts: bool
 ) -> None:
     """For ten turns; every second turn sends the contents as a list of parts instead of one string."""
@@ -78,7 +78,7 @@ def parts(content: Any) -> Any:
     return [{"type": "text", "text": text} for text in (content[:3], content[3:])]
 
 
-async def test_a_gateway_that_could_not_read_the_log_at_first_continues_earlier_conversations_later(
+async def test_a_gateway_that_could_not_read_the_log_at_its_start_later_continues_earlier_conversations(
     gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, session, _ = await ask(await gateway(), messages := [user("Begin.")])
@@ -95,7 +95,7 @@ async def test_a_gateway_that_could_not_read_the_log_at_first_continues_earlier_
     assert (await ask(other, messages))[1:] == (session, "continued")
 
 
-async def test_a_gateway_forks_a_session_that_another_gateway_has_continued_meanwhile(
+async def test_a_gateway_forks_a_session_that_another_gateway_has_continued_with_other_messages(
     worker: Any, served: Any, door: Any
 ) -> None:
     first, session, _ = await ask(served, [user("One?")])
@@ -112,7 +112,7 @@ async def test_a_gateway_forks_a_session_that_another_gateway_has_continued_mean
     assert answer.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 1
 
 
-async def test_conversations_that_branch_concurrently_get_the_answers_to_their_own_messages(
+async def test_concurrent_branches_of_a_conversation_each_get_the_answer_to_their_own_message(
     worker: Any,
     served: Any,
 ) -> None:
@@ -144,7 +144,7 @@ async def test_conversations_that_branch_concurrently_get_the_answers_to_their_o
         assert (await session.generate(messages=messages, max_tokens=6, logit_bias=biases)).text == text
 
 
-async def test_no_fork_starts_at_a_position_whose_text_a_running_request_rewrites(
+async def test_a_conversation_is_not_forked_at_a_position_that_a_running_request_is_rewriting(
     local_worker: Any,
     door: Any,
     model_with_template: Callable[[str, str], Path],
@@ -181,7 +181,7 @@ async def test_no_fork_starts_at_a_position_whose_text_a_running_request_rewrite
 
 
 @pytest.mark.parametrize("more", [{}, {"seed": 7}])
-async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued(
+async def test_a_chat_request_with_n_above_1_returns_n_answers_and_any_of_those_can_be_continued(
     served: Any, more: dict[str, Any]
 ) -> None:
     """A seed makes them repeatable, not equal."""
@@ -199,7 +199,7 @@ async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued
     assert sorted(one.index for one in ends) == [0, 1]
 
 
-async def test_a_text_completion_adds_no_tokens_to_the_prompt_and_closes_its_session(
+async def test_a_text_completion_runs_the_prompt_without_added_tokens_and_closes_its_session(
     worker: Any,
     served: Any,
 ) -> None:
@@ -221,7 +221,7 @@ async def test_a_text_completion_adds_no_tokens_to_the_prompt_and_closes_its_ses
     await until(all_are_closed)
 
 
-async def test_a_repeated_request_is_sampled_again_unless_its_temperature_is_zero(served: Any) -> None:
+async def test_a_repeated_chat_request_is_sampled_again_unless_its_temperature_is_zero(served: Any) -> None:
     first, session, _ = await ask(served, [user("One?")], temperature=0.0)
     again, where, how = await ask(served, [user("One?")], temperature=0.0)
     assert (where, how) == (session, "repeated")
@@ -254,7 +254,9 @@ async def test_tools_and_messages_are_logged_with_their_json_keys_in_the_order_s
     assert b'"messages":' + json.dumps(told, separators=(",", ":")).encode()[:-1] + b"," in body
 
 
-async def test_several_prompts_of_a_completion_are_answered_in_their_order(served: Any) -> None:
+async def test_a_text_completion_with_several_prompts_returns_the_answers_in_the_order_of_the_prompts(
+    served: Any,
+) -> None:
     """Each answer equals that of a request with this prompt alone; each prompt is counted once in `usage`."""
     more = {"model": "m", "max_tokens": 6, "seed": 3, "n": 2}
     create = served.openai.completions.create
@@ -290,7 +292,7 @@ async def ask_at(
 
 
 @pytest.mark.parametrize(("api", "restarts"), [(APIS["chat"], False), (APIS["messages"], True)])
-async def test_a_conversation_is_continued_if_its_begun_answer_comes_back_joined_to_its_prefix(
+async def test_an_answer_that_a_client_sends_back_joined_to_its_prefix_continues_its_conversation(
     served: Any, http: httpx2.AsyncClient, door: Any, api: Api, *, restarts: bool
 ) -> None:
     said, num_prompt, _, how = await ask_at(http, api, BEGUN)
@@ -308,7 +310,7 @@ async def test_a_conversation_is_continued_if_its_begun_answer_comes_back_joined
         assert how == "begun", "the answer alone is another conversation"
 
 
-async def test_the_gateway_and_the_worker_give_the_same_answer_after_the_same_prefix(
+async def test_a_prefilled_assistant_message_gives_the_same_answer_as_the_prefix_option_of_the_worker(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     said, num_prompt, _, _ = await ask_at(http, APIS["messages"], BEGUN, temperature=0)

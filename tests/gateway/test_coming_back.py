@@ -88,7 +88,7 @@ async def post(
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_client_can_resume_a_stream_after_any_of_its_events(
+async def test_a_client_can_resume_an_answer_stream_after_any_event_id_and_gets_the_remaining_events(
     http: httpx2.AsyncClient, path: str
 ) -> None:
     """With `Last-Event-ID`, by sending the request again, and by a GET of the answer's URL."""
@@ -123,7 +123,7 @@ async def test_a_client_can_resume_a_stream_after_any_of_its_events(
     assert (await http.get(f"{path}/{answer_id}")).status_code == 404
 
 
-async def test_an_answer_can_be_fetched_by_its_id_only_in_the_api_that_made_it(
+async def test_an_answer_can_be_fetched_by_its_id_only_from_the_api_path_that_generated_the_answer(
     http: httpx2.AsyncClient,
 ) -> None:
     for path in PATHS:
@@ -135,7 +135,9 @@ async def test_an_answer_can_be_fetched_by_its_id_only_in_the_api_that_made_it(
         assert not (await http.post(f"{path}/{answer['id']}/cancel")).json().get("is_running")
 
 
-async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncClient, served: Any) -> None:
+async def test_fetching_a_running_answer_by_its_id_returns_once_the_answer_has_ended(
+    http: httpx2.AsyncClient, served: Any
+) -> None:
     """Several clients may read the answer; one that disconnects does not end it."""
     body = asked(CHAT, 300, stream=True)
     key = {"idempotency-key": "watched"}
@@ -169,7 +171,7 @@ async def test_an_answer_with_store_false_can_be_resumed_but_not_retrieved_or_co
     assert (await http.post(path, json=previous)).status_code == 400
 
 
-async def test_a_stream_of_several_answers_has_no_event_ids_and_cannot_be_fetched_later(
+async def test_a_stream_with_n_of_2_answers_has_no_event_ids_and_cannot_be_fetched_later(
     http: httpx2.AsyncClient,
 ) -> None:
     several = events((await post(http, CHAT, {}, stream=True, n=2)).text)
@@ -191,7 +193,7 @@ def options(max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": "m", "max_output_tokens": max_tokens, "temperature": 0.9, "extra_body": extra, **more}
 
 
-async def test_a_background_answer_runs_without_a_connection_and_replays_from_any_event(
+async def test_a_background_response_runs_without_a_connection_and_can_be_replayed_from_any_event(
     worker: Any, served: Any, door: Any
 ) -> None:
     create = served.openai.responses.create
@@ -216,7 +218,9 @@ async def test_a_background_answer_runs_without_a_connection_and_replays_from_an
     assert [(one.role, one.content[0].text) for one in items.data] == [("user", "Begin.")]
 
 
-async def test_a_background_answer_can_be_cancelled(served: Any) -> None:
+async def test_a_cancelled_background_response_stops_generating_and_has_the_status_cancelled(
+    served: Any,
+) -> None:
     endless = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
     cancelled = await served.openai.responses.cancel(endless.id)
     assert (await ended(served, endless.id, "cancelled")) == cancelled
@@ -226,7 +230,9 @@ async def test_a_background_answer_can_be_cancelled(served: Any) -> None:
             await served.openai.get(f"/responses/{endless.id}?stream=true&{wrong}", cast_to=object)
 
 
-async def test_a_failed_background_answer_returns_its_error_whole_and_as_a_stream(served: Any) -> None:
+async def test_a_failed_background_response_reports_its_error_when_fetched_and_when_streamed(
+    served: Any,
+) -> None:
     failed = await served.openai.responses.create(input="word " * 30_000, background=True, **options(8))
     found = await ended(served, failed.id, "failed")
     assert "maximum context length" in found.error.message
@@ -242,7 +248,7 @@ async def test_a_failed_background_answer_returns_its_error_whole_and_as_a_strea
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_a_stream_request_that_the_full_log_refuses_returns_an_error_without_an_id(
+async def test_a_streaming_request_that_the_full_log_refuses_returns_an_error_without_an_answer_id(
     worker: Any, served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     """With an id, clients would look for an answer that is not in the log."""
@@ -279,7 +285,7 @@ async def test_the_responses_api_counts_input_tokens_and_lists_input_items_in_pa
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
+async def test_requests_with_the_same_idempotency_key_get_the_same_answer_from_any_gateway(
     worker: Any, door: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """Concurrently and later, even if the gateways' clocks differ. A changed body with the key is refused."""
@@ -304,7 +310,7 @@ async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
     assert (await post(http, CHAT, {"idempotency-key": "n"}, n=2)).status_code == 400
 
 
-async def test_of_two_simultaneous_requests_with_one_idempotency_key_one_begins_and_the_other_follows_it(
+async def test_of_two_simultaneous_requests_with_one_idempotency_key_only_one_starts_an_answer(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     key = {"idempotency-key": "at once"}
@@ -313,7 +319,7 @@ async def test_of_two_simultaneous_requests_with_one_idempotency_key_one_begins_
 
 
 @pytest.mark.parametrize("knows", [False, True])
-async def test_gateways_that_know_different_conversations_give_one_answer_per_idempotency_key(
+async def test_two_gateways_give_one_answer_per_idempotency_key_even_if_only_one_knows_the_conversation(
     worker: Any, door: Any, served: Any, http: httpx2.AsyncClient, *, knows: bool
 ) -> None:
     """One gateway would begin a session, the other fork one; whichever is first, there is one answer."""
@@ -338,7 +344,7 @@ async def test_gateways_that_know_different_conversations_give_one_answer_per_id
             assert not more.headers["x-turnkeep-session"].endswith("begun"), "its session is still known"
 
 
-async def test_a_background_answer_counts_towards_its_api_keys_limit_of_concurrent_requests(
+async def test_a_background_response_counts_towards_the_concurrent_request_limit_of_its_api_key(
     served: Any, tmp_path: Path
 ) -> None:
     """A request that has failed does not count."""
@@ -361,7 +367,7 @@ async def test_a_background_answer_counts_towards_its_api_keys_limit_of_concurre
             await asyncio.sleep(0.1)
 
 
-async def test_an_answer_can_be_read_as_a_durable_stream_from_any_offset(
+async def test_a_response_can_be_read_as_a_durable_stream_from_any_offset(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     """By single reads, by long polls, and as server-sent events."""
@@ -394,7 +400,7 @@ async def test_an_answer_can_be_read_as_a_durable_stream_from_any_offset(
         assert (await http.get(path, params=wrong)).status_code == 400
 
 
-async def test_reading_the_durable_stream_of_a_running_answer_returns_and_leaves_it_open(
+async def test_reading_the_durable_stream_of_a_running_response_returns_the_events_so_far_without_closing(
     served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.durable._POLL_S", 0.3)
@@ -418,7 +424,7 @@ async def test_reading_the_durable_stream_of_a_running_answer_returns_and_leaves
     await served.openai.responses.cancel(running.id)
 
 
-async def test_a_durable_stream_stays_open_while_the_log_cannot_be_read(
+async def test_the_durable_stream_of_a_response_stays_open_while_the_log_cannot_be_read(
     served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = await served.openai.responses.create(input="Begin.", background=True, **options(20))
@@ -440,7 +446,7 @@ async def test_a_durable_stream_stays_open_while_the_log_cannot_be_read(
     assert (rest.json()[-1]["type"], rest.headers["stream-closed"]) == ("response.incomplete", "true")
 
 
-async def test_the_search_for_the_first_request_under_an_idempotency_key_survives_a_lost_connection(
+async def test_looking_up_an_idempotency_key_in_the_log_is_retried_after_a_lost_nats_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The log has the request already, so an error would tell its client of a failure that is none."""
@@ -458,7 +464,7 @@ async def test_the_search_for_the_first_request_under_an_idempotency_key_survive
     assert not errors
 
 
-async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_connection_for_good(
+async def test_a_gateway_reconnects_and_continues_a_conversation_after_nats_closed_its_connection_for_good(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     """As if its credentials had expired, or a client's message had exceeded a limit of its account."""
@@ -473,7 +479,7 @@ async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_con
     assert answer.headers["x-turnkeep-session"].endswith(" continued")
 
 
-async def test_repeating_a_request_under_the_idempotency_key_of_a_cancelled_answer_is_an_error(
+async def test_repeating_a_request_under_the_idempotency_key_of_a_cancelled_answer_returns_an_error(
     http: httpx2.AsyncClient,
 ) -> None:
     """A part would look like the whole answer."""
@@ -489,7 +495,7 @@ async def test_repeating_a_request_under_the_idempotency_key_of_a_cancelled_answ
     assert (error["code"], "Idempotency-Key of its own" in error["message"]) == ("cancelled", True)
 
 
-async def test_a_stream_ends_with_the_reason_if_the_nats_server_closes_the_gateways_connection_for_good(
+async def test_an_answer_stream_ends_with_an_error_if_nats_closes_the_gateways_connection_for_good(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     async with http.stream("POST", CHAT, json=asked(CHAT, 30_000, stream=True)) as answer:

@@ -41,7 +41,7 @@ def said(*arguments: str) -> str:
         ("exporter", ops, "prometheus_client", "ops"),
     ],
 )
-def test_a_command_names_a_missing_library_and_the_extra_that_installs_it(
+def test_a_command_that_lacks_a_library_names_the_library_and_the_extra_that_installs_it(
     command: str, package: Any, library: str, extra: str, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for owner, name in ((package, "app"), (ops, "exporter"), (ops, "http_server")):
@@ -57,7 +57,7 @@ def test_a_command_names_a_missing_library_and_the_extra_that_installs_it(
 
 
 @pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/path", "*", "https://"])
-def test_a_cors_option_that_is_no_origin_is_refused(origin: str) -> None:
+def test_the_command_gateway_refuses_a_cors_option_that_is_not_an_origin(origin: str) -> None:
     result = CliRunner().invoke(main, ["gateway", "--cors", "https://a.example", "--cors", origin])
     assert (result.exit_code, "is no origin" in result.output) == (2, True)
 
@@ -72,7 +72,7 @@ def test_a_cors_option_that_is_no_origin_is_refused(origin: str) -> None:
     ],
     ids=["IPv4 loopback", "IPv6 loopback", "network with keys", "network without keys"],
 )
-def test_a_gateway_open_to_the_network_without_keys_warns_at_its_start(
+def test_only_a_gateway_that_listens_on_the_network_without_keys_warns_at_its_start(
     host: str, has_keys: bool, warns: bool
 ) -> None:
     text = greeting(f"http://{host}:8080", has_keys=has_keys)
@@ -90,7 +90,7 @@ def test_the_gateway_command_reports_a_port_in_use_and_a_missing_key_file(
     assert "no-keys" in said("--keys", str(tmp_path / "no-keys"), "--data-dir", str(tmp_path))
 
 
-def test_accepted_connections_have_tcp_nodelay_set() -> None:
+def test_the_gateway_sets_tcp_nodelay_on_the_connections_that_it_accepts() -> None:
     """Without this, small events that follow each other wait for the client's delayed ACK."""
     with listening("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
@@ -127,7 +127,7 @@ async def launched(folder: Path, *arguments: str, **environment: str) -> Said:
 
 
 @pytest.mark.parametrize("name", [*AGENTS, "other"])
-async def test_launch_starts_an_agent_with_the_gateways_url_key_and_model(
+async def test_launch_starts_a_coding_agent_with_the_gateways_url_key_and_model(
     name: str, url: str, tmp_path: Path
 ) -> None:
     given = ("--flag", "a b", "--print")
@@ -159,13 +159,15 @@ async def test_launch_starts_an_agent_with_the_gateways_url_key_and_model(
 
 
 @pytest.mark.parametrize(("context", "most"), [(8192, 512), (131_072, 32_000)])
-def test_claude_codes_output_limit_shrinks_with_the_models_context(context: int, most: int) -> None:
+def test_launch_gives_claude_code_a_smaller_output_limit_if_the_model_has_a_short_context(
+    context: int, most: int
+) -> None:
     """After an answer that reaches this limit, Claude Code asks three times for the rest."""
     asked = start_of("claude", GatewayAccess("http://127.0.0.1:1", "none", "m", context)).environment
     assert int(asked["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == most
 
 
-async def test_launch_warns_of_claudes_long_prompt_only_if_no_option_shortens_it(
+async def test_launch_warns_of_the_long_system_prompt_of_claude_code_unless_an_option_shortens_the_prompt(
     url: str, tmp_path: Path, tiny_model: Path
 ) -> None:
     for options in (("--tools", "Bash"), ("--tools=Bash",), ("-p", "x", "--system-prompt", "Be brief.")):
@@ -207,7 +209,9 @@ async def test_launch_fails_with_the_reason_for_an_unknown_agent_gateway_or_mode
 
 
 @pytest.mark.parametrize("answers", [b"HTTP/1.0 200 OK\r\n\r\n<html>", b'INFO {"server_id":"N"}\r\n'])
-async def test_launch_refuses_an_address_where_another_server_answers(answers: bytes, tmp_path: Path) -> None:
+async def test_launch_refuses_an_address_where_a_server_other_than_the_gateway_answers(
+    answers: bytes, tmp_path: Path
+) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answers)

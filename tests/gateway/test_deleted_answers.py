@@ -55,7 +55,9 @@ async def test_a_request_under_the_idempotency_key_of_a_deleted_answer_generates
         await one.aclose()
 
 
-async def test_a_fork_for_an_idempotency_key_counts_only_until_its_session_is_closed(worker: Any) -> None:
+async def test_the_fork_opened_for_an_idempotency_key_is_found_only_until_its_session_is_closed(
+    worker: Any,
+) -> None:
     answer_id, client = id_of("again"), worker.client
     appended = await client.session("parent").append(text="x")
     session = client.session(PREFIX + answer_id[:32])
@@ -94,7 +96,7 @@ async def test_a_refused_request_to_count_tokens_leaves_no_image_in_the_log(
 
 
 @pytest.mark.parametrize("prompts", [["a", "a"], ["a", "b", "a"]])
-async def test_answers_to_equal_prompts_are_cancelled_when_their_client_leaves(
+async def test_all_answers_of_a_request_with_equal_prompts_are_cancelled_when_the_client_disconnects(
     served: Any, http: httpx2.AsyncClient, prompts: list[str]
 ) -> None:
     def num_running() -> int:

@@ -14,7 +14,7 @@ NUM = 12
 
 @pytest.mark.serves("endless_model")
 @pytest.mark.parametrize("name", APIS)
-async def test_a_stream_has_the_text_of_the_whole_answer_and_each_turn_prefills_only_its_new_messages(
+async def test_in_each_api_the_stream_has_the_whole_answers_text_and_a_turn_prefills_only_new_messages(
     name: str, http: httpx2.AsyncClient
 ) -> None:
     """Also if a message has a part that the model cannot read, of which each answer warns."""
@@ -39,7 +39,7 @@ async def test_a_stream_has_the_text_of_the_whole_answer_and_each_turn_prefills_
     assert how(await ask(user("Else?"), *told[1:], user("Two?"))) == "begun"
 
 
-async def test_an_error_has_the_form_of_the_api_that_the_path_or_a_header_belongs_to(
+async def test_an_error_has_the_json_form_of_the_api_to_which_the_path_or_a_header_belongs(
     http: httpx2.AsyncClient,
 ) -> None:
     anthropic = {"anthropic-version": "2023-06-01"}

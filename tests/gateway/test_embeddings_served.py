@@ -24,7 +24,7 @@ async def posted(served: Any, path: str, **body: Any) -> httpx2.Response:
 
 
 @pytest.mark.serves("embedding_model")
-async def test_openais_client_gets_the_same_vectors_as_base64_and_as_floats(served: Any) -> None:
+async def test_the_openai_client_gets_the_same_embedding_vectors_as_base64_and_as_floats(served: Any) -> None:
     """By default the library requests base64, and returns floats to its caller."""
     create = served.openai.embeddings.create
     listed = await create(model="m", input=TEXTS)
@@ -44,7 +44,7 @@ async def test_openais_client_gets_the_same_vectors_as_base64_and_as_floats(serv
 
 
 @pytest.mark.serves("embedding_model")
-async def test_texts_that_exceed_one_request_to_the_worker_are_all_embedded_in_order(served: Any) -> None:
+async def test_more_inputs_than_fit_one_request_to_the_worker_are_all_embedded_in_order(served: Any) -> None:
     texts = [f"text {number}" for number in range(70)]
     found = await served.openai.embeddings.create(model="m", input=texts)
     backwards = await served.openai.embeddings.create(model="m", input=texts[::-1])
@@ -54,7 +54,7 @@ async def test_texts_that_exceed_one_request_to_the_worker_are_all_embedded_in_o
 
 
 @pytest.mark.serves("embedding_model")
-async def test_ollamas_embed_endpoint_cuts_long_inputs_and_takes_empty_ones(
+async def test_the_ollama_embed_endpoint_truncates_long_inputs_and_accepts_empty_inputs(
     served: Any,
 ) -> None:
     long = "word " * TINY_CONTEXT
@@ -77,7 +77,7 @@ async def test_ollamas_embed_endpoint_cuts_long_inputs_and_takes_empty_ones(
 
 
 @pytest.mark.serves("embedding_model")
-async def test_truncate_prompt_tokens_cuts_each_input_to_that_many_tokens_and_with_minus_one_to_the_context(
+async def test_truncate_prompt_tokens_truncates_embedding_inputs_and_with_minus_1_to_the_context_length(
     served: Any,
 ) -> None:
     """As vLLM has it; without it, OpenAI's API refuses an input that is too long."""
@@ -91,7 +91,7 @@ async def test_truncate_prompt_tokens_cuts_each_input_to_that_many_tokens_and_wi
 
 
 @pytest.mark.serves("embedding_model")
-async def test_a_list_whose_client_has_disconnected_is_not_embedded_any_further(
+async def test_the_gateway_stops_embedding_a_list_of_inputs_when_the_client_disconnects(
     worker: Any, served: Any
 ) -> None:
     asking = asyncio.create_task(posted(served, "/v1/embeddings", input=["Is water wet? " * 20] * 2048))
@@ -110,7 +110,7 @@ DOCUMENTS = ["no", "Air scatters blue light.", "Cats sleep for most of the day."
 
 
 @pytest.mark.serves("reranker")
-async def test_documents_are_ranked_by_score_and_named_by_their_index_in_the_request(
+async def test_reranking_returns_documents_sorted_by_score_with_their_index_in_the_request(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     """In the format of Jina and of llama.cpp's server."""
@@ -136,7 +136,7 @@ async def test_documents_are_ranked_by_score_and_named_by_their_index_in_the_req
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(300)
-async def test_coheres_client_ranks_documents_with_both_versions_of_its_api(
+async def test_the_cohere_client_reranks_documents_through_both_versions_of_its_api(
     served: Any, tmp_path: Path
 ) -> None:
     venv.create(tmp_path / "venv")
@@ -163,7 +163,9 @@ except cohere.BadRequestError as error:
 
 
 @pytest.mark.serves("reranker")
-async def test_an_instruction_is_passed_to_the_reranker(served: Any, http: httpx2.AsyncClient) -> None:
+async def test_the_instruction_of_a_rerank_request_reaches_the_reranker_and_changes_the_scores(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
     asked = {"query": QUERY, "documents": DOCUMENTS[:1]}
     told = (await http.post("/v1/rerank", json=asked | {"instruction": "Find poems"})).json()
     (expected,) = (await served.worker.client.rerank(**asked, instruction="Find poems")).scores
@@ -171,7 +173,7 @@ async def test_an_instruction_is_passed_to_the_reranker(served: Any, http: httpx
 
 
 @pytest.mark.serves("reranker")
-async def test_many_documents_are_ranked_and_a_long_one_is_truncated_only_if_requested(
+async def test_the_gateway_reranks_many_documents_and_truncates_a_long_one_only_if_requested(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     long = {"query": QUERY, "documents": ["words " * 2000, *DOCUMENTS * 10], "max_tokens_per_doc": 20}

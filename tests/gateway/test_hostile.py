@@ -85,7 +85,9 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-async def test_a_body_of_100_mib_is_refused_before_all_of_it_is_sent(served: Any) -> None:
+async def test_the_gateway_refuses_a_body_of_100_mib_before_the_client_has_sent_all_of_it(
+    served: Any,
+) -> None:
     async with connected(served) as wire:
         await wire.send(POST + b"content-length: 104857600\r\n\r\n" + b" " * 1000)
         answer = await wire.rest(5)
@@ -114,7 +116,7 @@ MALFORMED = [
 ]
 
 
-async def test_malformed_or_endless_request_heads_are_refused_and_not_logged(
+async def test_the_gateway_refuses_malformed_or_endless_request_heads_and_does_not_log_them(
     served: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     for header in MALFORMED:
@@ -128,7 +130,7 @@ async def test_malformed_or_endless_request_heads_are_refused_and_not_logged(
     assert not caplog.records, "a client cannot fill the log"
 
 
-async def test_a_path_may_have_a_trailing_slash_and_escapes_but_is_not_otherwise_normalised(
+async def test_the_gateway_accepts_a_trailing_slash_and_percent_escapes_in_paths_but_no_dot_segments(
     served: Any,
 ) -> None:
     for target in (b"/v1/../v1/models", b"//v1/models", b"/v1/models%00", b"/v1/%6dodels/"):
@@ -137,7 +139,7 @@ async def test_a_path_may_have_a_trailing_slash_and_escapes_but_is_not_otherwise
             assert status(await wire.rest()) in ({200} if target.endswith(b"/") else {400, 404}), target
 
 
-async def test_a_body_too_short_for_its_content_length_times_out_and_surplus_bytes_are_refused(
+async def test_a_body_shorter_than_its_content_length_times_out_and_surplus_bytes_are_refused(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gateway.http.bodies._BODY_S", 0.3)
@@ -154,7 +156,7 @@ async def test_a_body_too_short_for_its_content_length_times_out_and_surplus_byt
         await wire.send(POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY[:10])
 
 
-async def test_a_connection_whose_first_or_second_request_arrives_too_slowly_is_closed(
+async def test_the_gateway_closes_a_connection_whose_first_or_second_request_head_arrives_too_slowly(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ops.http_server._HEAD_S", 0.4)
@@ -186,7 +188,7 @@ async def test_a_connection_whose_first_or_second_request_arrives_too_slowly_is_
         assert status(await wire.head()) == 200
 
 
-async def test_pipelined_requests_are_answered_in_order_until_one_is_refused(served: Any) -> None:
+async def test_the_gateway_answers_pipelined_http_requests_in_order_until_one_is_refused(served: Any) -> None:
     one = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
     async with connected(served) as wire:
         await wire.send(one + b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n" + one)
@@ -212,7 +214,7 @@ ITEMS = [{"type": "function_call", "name": one} for one in NAMES] * 2
     ],
     ids=["chat", "ollama", "responses"],
 )
-def test_reading_ten_thousand_tool_calls_takes_little_processor_time(read: Any, body: Any) -> None:
+def test_parsing_a_request_with_ten_thousand_tool_calls_takes_little_cpu_time(read: Any, body: Any) -> None:
     """The event loop does nothing else meanwhile: no call may be compared or copied once for each other."""
     begun_s = time.thread_time()
     turn = read(json.dumps(body).encode())

@@ -72,7 +72,7 @@ def installed_node(name: str, folder: Path) -> list[str]:
         pytest.param("pi", installed_node, marks=pytest.mark.registry("npm")),
     ],
 )
-async def test_each_client_program_sends_an_image_of_a_digit_and_gets_that_digit_as_its_answer(
+async def test_a_client_program_that_sends_an_image_of_a_digit_gets_that_digit_as_the_answer(
     name: str, install: Any, local_worker: Start, door: Start, taught_model: Path, tmp_path: Path
 ) -> None:
     command = await asyncio.to_thread(install, name, tmp_path)
@@ -94,7 +94,7 @@ async def test_each_client_program_sends_an_image_of_a_digit_and_gets_that_digit
         assert {*said} == {picture.answer, ""}
 
 
-def test_launched_agents_are_told_whether_the_model_reads_images() -> None:
+def test_launch_tells_each_agent_whether_the_model_accepts_images() -> None:
     told = {}
     for sees in (False, True):
         door = GatewayAccess("http://127.0.0.1:1", "none", "m", 8192, sees)

@@ -72,7 +72,7 @@ BOTH = pytest.mark.parametrize("served", [True, False], indirect=True, ids=["see
 @pytest.mark.parametrize(
     ("dialect", "served"), [*((name, True) for name in APIS), ("chat", False)], indirect=["served"]
 )
-async def test_a_conversation_with_images_continues_in_its_session_and_stores_each_image_file_once(
+async def test_a_conversation_with_images_continues_in_its_session_and_the_log_stores_each_image_once(
     dialect: str, served: Served
 ) -> None:
     told = [said(dialect, "What is it? ", RED)]
@@ -106,7 +106,7 @@ async def sees(served: Served) -> bool:
 
 
 @BOTH
-async def test_model_lists_say_whether_a_model_reads_images(served: Served) -> None:
+async def test_the_model_list_of_each_api_shows_whether_a_model_accepts_images(served: Served) -> None:
     has = await sees(served)
     (listed,) = (await served.http.get("/v1/models")).json()["data"]
     shown = (await served.http.post("/api/show", json={"model": "m"})).json()
@@ -137,7 +137,7 @@ async def test_a_token_count_includes_the_tokens_of_images_and_leaves_nothing_in
     assert await served.num_stored(name) == 1
 
 
-async def test_an_earlier_response_is_continued_with_its_images_in_a_fork_and_in_a_new_session(
+async def test_continuing_a_previous_response_with_an_image_keeps_the_image_in_a_fork_and_in_a_new_session(
     served: Served,
 ) -> None:
     more: dict[str, Any] = {"store": True, **PLAIN}
@@ -162,7 +162,7 @@ async def test_an_earlier_response_is_continued_with_its_images_in_a_fork_and_in
     assert await served.worker.client.session(name).image(digest(RED)) == RED
 
 
-async def test_a_compacted_conversation_keeps_its_users_images(served: Served) -> None:
+async def test_compacting_a_conversation_keeps_the_images_of_the_user_messages(served: Served) -> None:
     told = [said("responses", "See. ", RED)]
     compacted = await served.http.post("/v1/responses/compact", json={"input": told, "max_output_tokens": 4})
     assert compacted.status_code == 200, compacted.text
@@ -177,7 +177,9 @@ async def test_a_compacted_conversation_keeps_its_users_images(served: Served) -
     assert await served.images(again.headers["x-turnkeep-session"].split()[0]) == [digest(RED)]
 
 
-async def test_a_broken_image_is_refused_and_the_next_request_is_answered(served: Served) -> None:
+async def test_a_conversation_with_a_broken_image_is_refused_and_the_next_request_is_answered(
+    served: Served,
+) -> None:
     """It is refused in a sentence, and the request behind it answered."""
     for name, make in [*BROKEN.items()][::5]:
         answer = await served.http.post(APIS["chat"].path, json=body("chat", [said("chat", "See: ", make())]))

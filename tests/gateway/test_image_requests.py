@@ -66,7 +66,7 @@ def read(*told: dict[str, Any]) -> ClientTurn:
     return chat.read(json.dumps(body("chat", [*told])).encode())
 
 
-def test_the_same_words_about_a_different_image_are_a_different_conversation() -> None:
+def test_the_same_messages_with_a_different_image_have_a_different_conversation_digest() -> None:
     def boundaries(*images: bytes) -> list[bytes]:
         return chain(read(said("chat", "What?", *images), said("chat", "So?")).messages or (), {})
 
@@ -145,7 +145,7 @@ def fault_in(dialect: str, answer: httpx2.Response) -> str:
 
 
 @pytest.mark.parametrize("dialect", APIS)
-async def test_each_bad_image_is_refused_in_a_sentence_and_the_next_request_is_answered(
+async def test_each_invalid_image_in_a_request_is_refused_in_a_sentence_and_the_next_request_is_answered(
     dialect: str, http: httpx2.AsyncClient
 ) -> None:
     huge = b64encode(b"\x89PNG" + bytes(MOST_BYTES)).decode()
@@ -204,7 +204,7 @@ def pictures() -> Iterator[str]:
         thread.join()
 
 
-async def test_an_image_is_fetched_only_from_hosts_that_the_setting_names(
+async def test_the_gateway_fetches_image_urls_only_from_the_hosts_that_its_setting_allows(
     pictures: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "*")
@@ -240,7 +240,7 @@ async def test_an_image_is_fetched_only_from_hosts_that_the_setting_names(
         assert (refused.value.status, refused.value.param) == (400, "messages[0].content[0]"), path
 
 
-async def test_a_conversation_with_a_fetched_image_continues_in_its_session(
+async def test_a_conversation_with_an_image_url_continues_in_its_session(
     local_worker: Start, door: Start, pictures: str
 ) -> None:
     worker = await local_worker()

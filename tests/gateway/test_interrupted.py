@@ -93,7 +93,9 @@ async def recorded(client: Any, session: str) -> list[Generated]:
     return [one for one in map(decode_result, (one.body for one in entries)) if isinstance(one, Generated)]
 
 
-async def test_a_worker_killed_in_mid_answer_only_pauses_a_chat_stream(started: Any, door: Any) -> None:
+async def test_a_chat_stream_pauses_and_then_continues_if_the_worker_is_killed_during_the_answer(
+    started: Any, door: Any
+) -> None:
     process, client = started
     served = await door(process.url)
     one = Followed()
@@ -116,7 +118,7 @@ async def test_a_worker_killed_in_mid_answer_only_pauses_a_chat_stream(started: 
     assert answer.headers["x-turnkeep-session"] == f"{one.session.split(maxsplit=1)[0]} continued"
 
 
-async def test_a_gateway_that_starts_before_its_nats_server_answers_503_until_the_server_runs(
+async def test_a_gateway_started_before_its_nats_server_answers_503_until_the_nats_server_runs(
     worker_process: Any, tmp_path: Path
 ) -> None:
     port, nats_port, log = free_port(), free_port(), tmp_path / "gateway.log"
@@ -144,7 +146,7 @@ async def test_a_gateway_that_starts_before_its_nats_server_answers_503_until_th
 
 
 @pytest.mark.serves("endless_model")
-async def test_a_gateway_that_stops_before_an_answer_is_whole_asks_its_client_to_send_it_again(
+async def test_a_gateway_stopped_before_an_answer_is_complete_asks_its_client_to_repeat_the_request(
     worker: Any, gateway: Any
 ) -> None:
     stopped = await gateway()
@@ -179,7 +181,7 @@ async def stopped_in_mid_answer(gateway: Any, asked: dict[str, Any]) -> Followed
 
 @pytest.mark.serves("endless_model")
 @pytest.mark.parametrize(("is_fork", "more"), [(False, {}), (True, {}), (False, {"user": "u"})])
-async def test_after_a_gateway_stopped_a_client_that_repeats_its_request_gets_the_answer_still_running(
+async def test_a_request_repeated_after_a_gateway_restart_gets_the_answer_that_is_still_running(
     worker: Any, gateway: Any, is_fork: bool, more: dict[str, Any]
 ) -> None:
     """With other fields (`more`) that do not change the answer, the answer has an id of its own."""
@@ -207,7 +209,7 @@ async def test_after_a_gateway_stopped_a_client_that_repeats_its_request_gets_th
 
 
 @pytest.mark.serves("endless_model")
-async def test_a_restarted_gateway_removes_an_idle_session_whose_running_answer_no_client_asked_for_again(
+async def test_a_restarted_gateway_removes_an_idle_session_if_no_client_repeats_the_running_request(
     worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle, settled, has_started = removal.settle, [], threading.Event()
@@ -227,7 +229,7 @@ async def test_a_restarted_gateway_removes_an_idle_session_whose_running_answer_
 
 @pytest.mark.serves("endless_model")
 @pytest.mark.parametrize("is_stored", [False, True])
-async def test_an_idle_conversation_is_removed_even_if_it_is_unknown_whether_its_last_request_was_stored(
+async def test_an_idle_conversation_is_removed_even_if_nats_did_not_confirm_its_last_request(
     worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
     """As if the NATS servers had no leader for a while, before or after the log has stored the request."""
@@ -252,7 +254,7 @@ async def test_an_idle_conversation_is_removed_even_if_it_is_unknown_whether_its
     await until(lambda: not served.index.sessions)
 
 
-async def test_a_stopping_worker_delays_requests_and_removals_of_the_gateway_but_fails_none_of_them(
+async def test_requests_and_removals_of_the_gateway_wait_for_a_stopping_worker_and_then_succeed(
     local_worker: Any, door: Any, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that stops refuses to tell its metrics, for which the gateway asks before both."""
@@ -281,7 +283,7 @@ async def test_a_stopping_worker_delays_requests_and_removals_of_the_gateway_but
 
 
 @pytest.mark.serves("endless_model")
-async def test_the_gateway_stops_trying_to_cancel_a_repeated_request_that_the_worker_has_refused(
+async def test_the_gateway_does_not_retry_cancelling_a_repeated_request_that_the_worker_has_refused(
     gateway: Any,
 ) -> None:
     """After a restart, and with other ids of its calls; its client has disconnected."""
@@ -315,7 +317,7 @@ async def cancelled(client: Any, session: str) -> Generated:
 
 
 @pytest.mark.serves("endless_model")
-async def test_a_client_that_disconnects_cancels_its_answer_and_can_continue_from_the_text_it_got(
+async def test_a_disconnected_clients_answer_is_cancelled_and_can_be_continued_from_the_received_text(
     worker: Any, served: Any
 ) -> None:
     one = Followed()
@@ -344,7 +346,7 @@ async def test_a_client_that_disconnects_cancels_its_answer_and_can_continue_fro
     await until(lambda: not any(held.num_running for held in served.index.sessions.values()))
 
 
-async def test_a_completion_deleted_while_no_worker_runs_is_removed_by_the_next_worker(
+async def test_a_chat_completion_deleted_while_no_worker_runs_is_removed_by_the_next_worker(
     local_worker: Any, door: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although the session was closed, without forget, after the answer."""
@@ -418,7 +420,7 @@ async def blocks(url: str, name: str) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("has_begun", [False, True], ids=["before the first chunk", "after it"])
-async def test_no_client_takes_a_keep_alive_of_a_stream_for_an_event_or_for_its_end(
+async def test_client_libraries_read_a_keep_alive_of_an_answer_stream_neither_as_an_event_nor_as_the_end(
     worker_process: Any, endless_model: Path, door: Any, monkeypatch: pytest.MonkeyPatch, *, has_begun: bool
 ) -> None:
     """OpenAI's client for Python makes an event of each blank line once an event had an id."""

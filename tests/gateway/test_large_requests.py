@@ -37,7 +37,7 @@ async def requests_of(served: Any, session: str) -> list[bytes]:
     return [one.body for one in await served.worker.client.log(session) if one.kind == "in"]
 
 
-async def test_many_messages_are_appended_in_pieces_and_the_conversation_continues(
+async def test_messages_too_large_for_one_request_are_appended_in_pieces_and_the_conversation_continues(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     answer = await http.post(CHAT, json=body(SAID, tools=TOOLS))
@@ -70,7 +70,7 @@ async def test_many_messages_are_appended_in_pieces_and_the_conversation_continu
     assert cached == used["total_tokens"] - 1
 
 
-async def test_a_restarted_gateway_does_not_append_again_what_it_had_appended_before(
+async def test_a_restarted_gateway_does_not_append_again_the_messages_that_were_appended_before(
     worker: Any, gateway: Any
 ) -> None:
     turn = chat.read(encode(body(SAID)))
@@ -94,7 +94,7 @@ async def test_a_restarted_gateway_does_not_append_again_what_it_had_appended_be
         assert again.json()["choices"] == answer.json()["choices"]
 
 
-async def test_a_request_repeated_after_a_disconnect_during_its_appends_sends_each_piece_once(
+async def test_a_large_request_repeated_after_a_disconnect_appends_each_piece_only_once(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     long = [{"role": "user", "content": f"{number} " + "word " * 200} for number in range(12)]
@@ -121,7 +121,7 @@ async def test_a_request_repeated_after_a_disconnect_during_its_appends_sends_ea
     assert len(appended) == 4, "each piece once"
 
 
-async def test_a_client_that_disconnects_cancels_the_append_that_runs(
+async def test_a_client_that_disconnects_during_a_large_append_cancels_the_running_append(
     served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cancelled: list[str] = []
@@ -146,13 +146,13 @@ async def test_a_client_that_disconnects_cancels_the_append_that_runs(
     assert cancelled[0] == decode_request(sent[0]).id
 
 
-def test_tokens_that_an_earlier_attempt_appended_are_not_counted_as_prefilled_again() -> None:
+def test_usage_does_not_count_tokens_that_an_earlier_attempt_of_the_request_has_appended() -> None:
     counts = {"tokens": 7, "cached_tokens": 0, "prefilled_tokens": 7, "kv_live_bytes": 0}
     again = Appended(id="a", seq=6, position=7, repeat_of=5, seconds=0, **counts)
     assert _with_appended(generated(), [again]).usage == generated().usage
 
 
-async def test_one_message_over_the_size_limit_is_refused_with_the_limit_and_opens_no_session(
+async def test_a_message_over_the_size_limit_is_refused_with_the_limit_and_opens_no_session(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     large = {"role": "user", "content": "x" * 5000}

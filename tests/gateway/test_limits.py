@@ -38,7 +38,7 @@ def refusal(key: ApiKey) -> float | None:
         return fault.retry_after_s
 
 
-def test_the_request_limit_of_an_api_key_refills_with_time_up_to_one_minutes_worth() -> None:
+def test_the_request_budget_of_an_api_key_refills_with_time_up_to_one_minutes_worth() -> None:
     clock = Clock()
     key = ApiKey("t", KeyLimits(requests=6), clock)
     assert [refusal(key) for _ in range(7)] == [*[None] * 6, 10.0]
@@ -50,7 +50,7 @@ def test_the_request_limit_of_an_api_key_refills_with_time_up_to_one_minutes_wor
     assert [refusal(key) for _ in range(7)][-2:] == [None, 10.0], "no more than a minute's are saved"
 
 
-def test_an_api_key_that_overspent_its_tokens_is_refused_until_they_have_refilled() -> None:
+def test_an_api_key_over_its_token_limit_is_refused_until_enough_tokens_have_refilled() -> None:
     clock = Clock()
     key = ApiKey("t", KeyLimits(tokens=600), clock)
     key.spend(900)
@@ -60,7 +60,7 @@ def test_an_api_key_that_overspent_its_tokens_is_refused_until_they_have_refille
 
 
 @pytest.mark.serves("endless_model")
-async def test_a_request_counts_as_running_until_it_ends_or_its_client_disconnects(
+async def test_a_request_counts_towards_its_api_keys_concurrency_limit_until_its_end_or_a_disconnect(
     gateway: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("few acme at_once=1\n")
@@ -81,7 +81,7 @@ async def test_a_request_counts_as_running_until_it_ends_or_its_client_disconnec
 
 
 @pytest.mark.serves("endless_model")
-async def test_the_prefilled_tokens_of_a_request_cancelled_in_its_prompt_count_against_its_api_keys_limit(
+async def test_tokens_prefilled_before_a_request_was_cancelled_count_towards_the_token_limit_of_its_api_key(
     gateway: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("few acme tokens=30/min\n")
@@ -116,7 +116,7 @@ async def test_the_prefilled_tokens_of_a_request_cancelled_in_its_prompt_count_a
         (None, "cannot be read"),
     ],
 )
-def test_an_invalid_key_file_is_refused_with_the_line_and_the_reason(
+def test_an_invalid_api_key_file_is_refused_with_the_line_number_and_the_reason(
     tmp_path: Path, text: str | None, says: str
 ) -> None:
     if text is not None:

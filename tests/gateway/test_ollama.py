@@ -24,7 +24,7 @@ def lines(answer: httpx2.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in answer.text.splitlines()]
 
 
-async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
+async def test_the_ollama_generate_endpoint_returns_the_same_answer_whole_and_as_a_stream(
     http: httpx2.AsyncClient,
 ) -> None:
     body = {"model": "m", "prompt": "Once", "options": {"num_predict": 6, "temperature": 0}}
@@ -36,7 +36,7 @@ async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
     assert raw["prompt_eval_count"] < whole["prompt_eval_count"] < system["prompt_eval_count"]
 
 
-async def test_an_ollama_request_without_a_prompt_loads_the_model_and_an_unload_without_supervisor_is_refused(
+async def test_an_ollama_request_without_a_prompt_loads_the_model_and_unloading_needs_a_supervisor(
     http: httpx2.AsyncClient,
 ) -> None:
     for path, more in (("generate", {}), ("chat", {"messages": []})):
@@ -46,7 +46,9 @@ async def test_an_ollama_request_without_a_prompt_loads_the_model_and_an_unload_
         assert refused.status_code == 503, "this worker has no supervisor"
 
 
-async def test_models_are_listed_in_the_formats_of_ollama_and_lm_studio(http: httpx2.AsyncClient) -> None:
+async def test_the_gateway_lists_its_models_in_the_formats_of_ollama_and_lm_studio(
+    http: httpx2.AsyncClient,
+) -> None:
     (listed,) = (await http.get("/api/tags")).json()["models"]
     (running,) = (await http.get("/api/ps")).json()["models"]
     assert listed["name"] == running["model"]
@@ -66,7 +68,7 @@ async def test_models_are_listed_in_the_formats_of_ollama_and_lm_studio(http: ht
     assert (studio["id"], studio["state"], studio["max_context_length"]) == (listed["name"], "loaded", 2048)
 
 
-def test_ollama_and_lm_studio_lists_show_an_unloaded_model_as_not_loaded_and_reasoning_as_thinking() -> None:
+def test_the_ollama_and_lm_studio_model_lists_show_what_is_loaded_and_reasoning_as_thinking() -> None:
     more = {"worker": "w", "version": "1", "model": "m", "context_tokens": 2048, "reasoning": True}
     model = GatewayModel("m", unloaded_metrics(**more))
     (studio,) = answers.page_v0([model])["data"]
@@ -76,7 +78,7 @@ def test_ollama_and_lm_studio_lists_show_an_unloaded_model_as_not_loaded_and_rea
     assert answers.description(model)["capabilities"] == ["completion", "tools", "thinking"]
 
 
-async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason(
+async def test_unsupported_ollama_endpoints_return_501_and_name_the_alternative(
     http: httpx2.AsyncClient,
 ) -> None:
     for name, words in [("embeddings", "/api/embed"), ("pull", "turnkeep model")]:

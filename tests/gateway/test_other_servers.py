@@ -26,7 +26,7 @@ async def served(gateway: Any) -> Any:
     return await gateway(max_body_bytes=MOST)
 
 
-async def test_bodies_may_be_compressed_and_the_size_limit_applies_to_the_decompressed_body(
+async def test_the_gateway_accepts_compressed_bodies_and_applies_the_size_limit_to_the_decompressed_body(
     http: httpx2.AsyncClient,
 ) -> None:
     body = json.dumps(HELLO).encode()
@@ -50,7 +50,7 @@ async def test_bodies_may_be_compressed_and_the_size_limit_applies_to_the_decomp
         assert answer.status_code == status, (coding, sent[:20], answer.text)
 
 
-async def test_a_path_of_the_gateway_may_end_with_a_slash(http: httpx2.AsyncClient) -> None:
+async def test_the_gateway_serves_each_path_also_with_a_trailing_slash(http: httpx2.AsyncClient) -> None:
     assert (await http.post(f"{CHAT}/", json=HELLO)).status_code == 200
     for path in ("/", "/health/", "/v1/models/", "/v1/models/tiny/"):
         assert (await http.get(path)).status_code == 200, path
@@ -68,19 +68,21 @@ async def test_a_path_of_the_gateway_may_end_with_a_slash(http: httpx2.AsyncClie
         (r"\ud800\ud83d\ude00", "\ufffd\U0001f600"),
     ],
 )
-def test_only_unpaired_surrogates_are_replaced_in_a_message(sent: str, text: str) -> None:
+def test_unpaired_surrogate_escapes_in_a_message_become_replacement_characters_and_pairs_stay(
+    sent: str, text: str
+) -> None:
     body = '{"messages": [{"role": "user", "content": "%s"}]}' % sent  # noqa: UP031  # JSON has braces
     assert chat.read(body.encode()).messages[0].content == text  # type: ignore[index]
 
 
-def test_a_broken_escape_sequence_is_refused_as_invalid_json() -> None:
+def test_a_request_with_a_broken_json_escape_sequence_is_refused_as_invalid_json() -> None:
     for body in (rb'{"messages": "\ud8"}', rb'{"messages": "\ud800', rb'"\x"'):
         with pytest.raises(Fault, match="not JSON"):
             decoded(chat.DECODER, body)
 
 
 @pytest.mark.parametrize("strict", [False, True])
-async def test_a_schema_with_unsupported_keywords_gets_a_warning_or_a_refusal_if_strict(
+async def test_a_json_schema_with_unsupported_keywords_gets_a_warning_or_if_strict_a_refusal(
     http: httpx2.AsyncClient, *, strict: bool
 ) -> None:
     described = {"name": "a", "schema": {"type": "string", "format": "phone"}}
@@ -101,7 +103,7 @@ async def test_a_schema_with_unsupported_keywords_gets_a_warning_or_a_refusal_if
             assert answer.headers["x-turnkeep-warnings"].startswith("answer: ")
 
 
-async def test_a_token_count_lists_blocks_that_were_replaced_by_placeholders_in_a_warning_header(
+async def test_the_response_to_a_token_count_names_blocks_replaced_by_placeholders_in_a_warning_header(
     http: httpx2.AsyncClient,
 ) -> None:
     api = APIS["messages"]

@@ -102,7 +102,9 @@ def cases() -> dict[str, list[tuple[list[str], list[str]]]]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_each_recorded_request_of_an_api_is_translated_as_recorded(name: str) -> None:
+def test_the_gateway_translates_each_example_request_of_an_api_into_the_recorded_worker_request(
+    name: str,
+) -> None:
     if "TURNKEEP_TEST_RECORD" in os.environ:
         parts = []
         for heading, below in cases().items():
@@ -114,7 +116,7 @@ def test_each_recorded_request_of_an_api_is_translated_as_recorded(name: str) ->
         assert reading(request) == told, request
 
 
-def test_the_memory_tool_has_the_commands_and_arguments_of_anthropics_library() -> None:
+def test_the_schema_of_the_memory_tool_has_the_commands_and_arguments_of_the_anthropic_library() -> None:
     from anthropic.types import beta
 
     kinds = ("View", "Create", "StrReplace", "Insert", "Delete", "Rename")

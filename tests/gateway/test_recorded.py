@@ -140,7 +140,9 @@ def recorded() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("api", APIS)
-def test_each_api_writes_an_answer_and_its_stream_as_recorded(api: str, name: str) -> None:
+def test_the_gateway_writes_each_example_answer_and_its_stream_as_recorded_for_each_api(
+    api: str, name: str
+) -> None:
     if "TURNKEEP_TEST_RECORD" in os.environ:
         parts = [f"### {one}: {name_}\n{written(one, name_)}\n" for one in APIS for name_ in ANSWERS]
         FILE.write_text("".join(parts))
@@ -148,7 +150,7 @@ def test_each_api_writes_an_answer_and_its_stream_as_recorded(api: str, name: st
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_replayed_stream_of_the_responses_api_has_the_events_of_the_first_one(name: str) -> None:
+def test_a_replayed_stream_of_the_responses_api_has_the_same_events_as_the_live_stream(name: str) -> None:
     """They follow from the answer alone, however its chunks were cut. The last one has the whole response."""
     read, whole, writer, asked = APIS["response"]
     turn, (done, chunks) = read(json.dumps(asked).encode()), ANSWERS[name]
@@ -202,7 +204,7 @@ def read(*items: Any, **more: Any) -> Any:
     return responses.read(json.dumps({"input": items or "a", "model": "m", **more}).encode())
 
 
-def test_an_answer_sent_back_as_items_matches_the_conversation_of_its_session() -> None:
+def test_responses_api_output_items_sent_back_in_any_order_match_the_known_conversation() -> None:
     """Also if a client changes the order of the items, or strips the white space around the text."""
     tools, (done, _) = [WEATHER, PATCH, CLOSE], ANSWERS["reasoning, text and calls"]
     turn = read(USER, tools=tools)
@@ -216,7 +218,7 @@ def test_an_answer_sent_back_as_items_matches_the_conversation_of_its_session() 
         assert boundaries.chain(again.messages, again.options)[-1] in boundaries.after_answer(prompt, done)
 
 
-def test_a_stream_of_the_responses_api_does_not_say_failed_if_no_worker_can_be_reached() -> None:
+def test_a_responses_api_stream_ends_with_an_error_event_and_not_failed_if_no_worker_can_be_reached() -> None:
     """The log may have the request; then a worker answers it later."""
     writer = answers.ResponseEvents(read(), "x", 5)
     writer.start(0)

@@ -62,7 +62,9 @@ def prompt_of(session: Session, letter: str) -> bytes:
     return f"{letter}{session.key.session[-15:]}".encode()
 
 
-async def test_a_gateway_that_starts_finds_of_each_session_what_its_log_still_has(worker: Any) -> None:
+async def test_a_starting_gateway_indexes_each_session_by_the_turns_that_are_still_in_the_log(
+    worker: Any,
+) -> None:
     sessions = {story: worker.client.session(f"gw-{at:032x}") for at, story in enumerate(STORIES)}
     seen = {story: await played(session, story) for story, session in sessions.items()}
     index = SessionIndex()
@@ -82,7 +84,7 @@ async def test_a_gateway_that_starts_finds_of_each_session_what_its_log_still_ha
             assert (state == "failed") == (letter in expected.get("failed", ())), f"{letter} in {story}"
 
 
-async def test_a_gateway_that_starts_reads_the_sessions_used_last_whole_and_of_all_others_the_position(
+async def test_a_starting_gateway_reads_recent_sessions_whole_and_of_older_ones_only_the_last_position(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "_MOST_READ", 1)

@@ -45,7 +45,9 @@ def content(part: Any) -> dict[str, Any]:
     return said(messages=[{"role": "user", "content": [part]}])
 
 
-async def test_bodies_that_are_not_valid_json_or_too_large_are_refused(http: httpx2.AsyncClient) -> None:
+async def test_the_gateway_refuses_bodies_that_are_too_large_or_not_valid_json(
+    http: httpx2.AsyncClient,
+) -> None:
     for body, status in [
         (b"", 400),
         (b"{", 400),
@@ -76,7 +78,7 @@ async def test_bodies_that_are_not_valid_json_or_too_large_are_refused(http: htt
     assert (await http.post(CHAT, json=HELLO)).status_code == 200
 
 
-async def test_health_and_models_are_served_and_unknown_paths_and_methods_are_refused(
+async def test_the_gateway_serves_health_and_models_and_refuses_unknown_paths_and_methods(
     http: httpx2.AsyncClient,
 ) -> None:
     assert (await http.head("/")).status_code == 200
@@ -148,7 +150,7 @@ def test_each_error_maps_to_an_http_status_an_openai_code_and_an_anthropic_error
 
 
 @pytest.mark.process
-async def test_health_reports_at_once_that_the_worker_or_the_nats_server_is_gone(
+async def test_the_health_endpoint_reports_within_4_seconds_that_the_worker_or_the_nats_server_is_gone(
     worker_process: Any, door: Any
 ) -> None:
     process = worker_process()
@@ -190,7 +192,7 @@ async def test_the_root_page_shows_the_api_url_and_openapi_json_lists_all_routes
         assert one.partition('"')[0].rpartition("/")[2] in told["components"]["schemas"]
 
 
-async def test_requests_without_a_worker_get_503_and_the_command_that_starts_one(
+async def test_a_request_without_a_running_worker_gets_503_and_the_command_that_starts_a_worker(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     await served.worker.stop()
@@ -230,7 +232,7 @@ async def test_api_keys_of_two_tenants_share_no_sessions_and_a_wrong_key_is_refu
     assert tenants == {"acme", "umbrella"}
 
 
-async def test_a_turn_that_a_removed_session_refused_does_not_stay_in_the_log(
+async def test_a_message_sent_to_a_session_that_was_removed_meanwhile_is_deleted_from_the_log(
     worker: Any, gateway: Any, served: Any
 ) -> None:
     """Another gateway or an operator has removed the session; the turn is answered in a new one."""
@@ -245,7 +247,7 @@ async def test_a_turn_that_a_removed_session_refused_does_not_stay_in_the_log(
             await asyncio.sleep(0.05)
 
 
-async def test_a_new_gateway_deletes_requests_from_the_log_that_a_removed_session_refused(
+async def test_a_starting_gateway_deletes_from_the_log_requests_that_were_sent_to_removed_sessions(
     worker: Any, gateway: Any
 ) -> None:
     session, secret = worker.client.session(f"gw-{'0' * 32}"), b"a late secret"
@@ -344,7 +346,7 @@ def refusal(path: str, told: Any) -> tuple[str, str | None]:
 @pytest.mark.parametrize(
     ("model", "rows"), [("tiny_model", TINY), ("embedding_model", EMBEDDING), ("reranker", RANKING)]
 )
-async def test_each_unsupported_request_is_refused_with_a_sentence_and_the_field_at_fault(
+async def test_the_gateway_refuses_each_unsupported_request_with_a_sentence_and_the_field_at_fault(
     model: str, rows: list[Row], local_worker: Any, door: Any, request: pytest.FixtureRequest
 ) -> None:
     worker = await local_worker(model=str(request.getfixturevalue(model)))
@@ -377,7 +379,7 @@ TOO_LONG = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_conversation_longer_than_the_context_is_refused_in_each_apis_words_and_leaves_no_session(
+async def test_a_conversation_longer_than_the_context_is_refused_in_the_apis_words_and_leaves_no_session(
     worker: Any, served: Any, *, stream: bool
 ) -> None:
     long = [{"role": "user", "content": "word " * 500}]

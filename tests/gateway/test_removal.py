@@ -27,7 +27,7 @@ async def indexed(worker: LocalWorker) -> tuple[SessionIndex, IndexedSession]:
     return index, session
 
 
-async def test_a_session_that_another_gateway_has_used_is_dropped_from_the_index_but_stays_open(
+async def test_removing_an_idle_session_that_another_gateway_has_used_leaves_the_session_open(
     worker: Any,
 ) -> None:
     index, session = await indexed(worker)
@@ -37,7 +37,9 @@ async def test_a_session_that_another_gateway_has_used_is_dropped_from_the_index
     assert not index.sessions
 
 
-async def test_a_session_stays_in_the_index_until_the_log_has_its_close() -> None:
+async def test_an_idle_session_stays_in_the_gateways_index_until_the_log_has_stored_its_close_request() -> (
+    None
+):
     submit = AsyncMock(side_effect=[NoServerError("the NATS server is away"), None])
     client: Any = SimpleNamespace(tenant="default", submit=submit)
     index, session = SessionIndex(), IndexedSession("s", 1, 0.0)
@@ -48,7 +50,7 @@ async def test_a_session_stays_in_the_index_until_the_log_has_its_close() -> Non
     assert not index.sessions
 
 
-async def test_an_idle_session_is_closed_only_while_its_model_is_loaded(worker: Any) -> None:
+async def test_the_gateway_closes_an_idle_session_only_while_its_model_is_loaded(worker: Any) -> None:
     """The close would load the model, and unload another one that is in use."""
     index, _ = await indexed(worker)
     is_loaded = False
@@ -69,7 +71,7 @@ async def test_an_idle_session_is_closed_only_while_its_model_is_loaded(worker: 
         await worker.client.session("s").append(text="on")
 
 
-async def test_a_session_that_was_running_at_the_start_of_the_gateway_stays_open_after_its_answer_ends(
+async def test_a_session_that_was_running_when_the_gateway_started_is_not_removed_when_its_answer_ends(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(removal, "_SWEEP_S", 0.05)
@@ -85,7 +87,7 @@ async def test_a_session_that_was_running_at_the_start_of_the_gateway_stays_open
 
 
 @pytest.mark.serves("calling_model")
-async def test_a_gateway_whose_clock_is_ahead_keeps_a_conversation_and_its_answer_over_a_restart(
+async def test_a_restarted_gateway_whose_clock_is_a_day_ahead_still_has_the_conversation_and_its_answer(
     worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How long ago a session was used, its server's clock says."""

@@ -45,7 +45,7 @@ def prefilled(response: Any) -> int:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_tool_call_of_the_responses_api_and_its_result_continue_the_conversation(
+async def test_a_tool_result_sent_through_the_responses_api_continues_the_conversation_of_its_call(
     served: Any, *, stream: bool
 ) -> None:
     more = {"tools": [TOOL], "temperature": 0, "max_output_tokens": 1}
@@ -75,7 +75,7 @@ async def test_a_tool_call_of_the_responses_api_and_its_result_continue_the_conv
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_a_conversation_continues_from_a_previous_response_id(
+async def test_a_request_with_previous_response_id_continues_the_conversation_of_that_response(
     worker: Any, door: Any, served: Any, *, restarts: bool
 ) -> None:
     """Instructions apply to one request only; two conversations may continue from the same answer."""
@@ -106,7 +106,7 @@ async def test_a_conversation_continues_from_a_previous_response_id(
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-async def test_a_forked_conversation_continues_by_its_response_id_after_its_parent_is_deleted(
+async def test_a_forked_conversation_continues_by_its_response_id_after_the_parent_response_is_deleted(
     served: Any, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
 ) -> None:
     """Unless the conversation before the fork is too long for a header in the log."""
@@ -139,7 +139,7 @@ async def test_a_forked_conversation_continues_by_its_response_id_after_its_pare
         assert (how, fifth.usage.input_tokens) == ("forked", fourth.usage.input_tokens)
 
 
-async def test_a_response_whose_fork_was_refused_lists_each_message_of_its_conversation_once(
+async def test_a_response_generated_in_a_new_session_because_its_fork_failed_lists_each_input_item_once(
     worker: Any, served: Any
 ) -> None:
     first, _ = await ask(served, "One?")
@@ -150,7 +150,7 @@ async def test_a_response_whose_fork_was_refused_lists_each_message_of_its_conve
     assert len((await served.openai.responses.input_items.list(second.id)).data) == 3
 
 
-async def test_input_items_of_the_responses_api_may_be_given_by_their_ids(served: Any) -> None:
+async def test_a_responses_request_may_reference_earlier_input_items_by_their_ids(served: Any) -> None:
     """The AI SDK for JavaScript sends ids instead of items."""
     first, _ = await ask(served, "One?")
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}
@@ -166,7 +166,7 @@ async def test_input_items_of_the_responses_api_may_be_given_by_their_ids(served
 
 
 @pytest.mark.serves("endless_model", max_batch=1)
-async def test_a_stream_that_moves_to_another_session_after_its_start_begins_anew_with_the_new_id(
+async def test_a_response_stream_that_moves_to_another_session_starts_again_with_a_new_response_id(
     gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another gateway has continued the conversation's session, and that answer runs for long."""
@@ -193,7 +193,7 @@ async def test_a_stream_that_moves_to_another_session_after_its_start_begins_ane
     assert await other.openai.responses.retrieve(ended.id) == ended
 
 
-async def test_a_response_id_is_found_only_by_its_own_tenant(served: Any, tmp_path: Path) -> None:
+async def test_a_previous_response_id_of_another_tenant_is_not_found(served: Any, tmp_path: Path) -> None:
     answer, _ = await ask(served, "Hello.")
     (tmp_path / "keys").write_text("none acme\nother default\n")
     served.gateway.access.keys = Keys.read(tmp_path / "keys")
@@ -217,7 +217,7 @@ async def told(served: Any, answer_id: str) -> list[Any]:
     return [(one.role, one.content[0].text) for one in found.data]
 
 
-async def test_a_compacted_conversation_continues_from_the_users_messages_and_the_models_summary(
+async def test_a_compacted_response_keeps_the_user_messages_and_a_summary_and_can_be_continued(
     served: Any,
 ) -> None:
     more: dict[str, Any] = {"extra_body": {"max_output_tokens": 12, "seed": 1, "ignore_eos": True}}
@@ -244,7 +244,7 @@ async def test_a_compacted_conversation_continues_from_the_users_messages_and_th
     assert again.output[-1].encrypted_content == summary.encrypted_content, "the recorded answer, by its seed"
 
 
-async def test_compacting_a_conversation_by_its_answers_id_does_not_prefill_it_again(
+async def test_compacting_a_conversation_by_previous_response_id_reuses_kv_and_changes_no_stored_response(
     served: Any,
 ) -> None:
     create = served.openai.responses.create

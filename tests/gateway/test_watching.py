@@ -40,7 +40,7 @@ async def samples(http: httpx2.AsyncClient) -> dict[tuple[str, ...], float]:
 
 
 @pytest.mark.serves("endless_model")
-async def test_a_gateway_publishes_its_counts_over_nats(
+async def test_a_gateway_publishes_its_request_and_conversation_counts_over_nats(
     worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "_PUBLISH_S", 0.2)
@@ -58,7 +58,7 @@ async def test_a_gateway_publishes_its_counts_over_nats(
 
 
 @pytest.mark.serves("endless_model")
-async def test_the_metrics_of_the_gateway_count_requests_conversations_and_tokens(
+async def test_the_gateways_metrics_endpoint_counts_requests_conversations_and_tokens(
     gateway: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("secret acme\n")
@@ -91,7 +91,7 @@ async def test_the_metrics_of_the_gateway_count_requests_conversations_and_token
 
 
 @pytest.mark.serves("endless_model")
-async def test_the_explain_header_names_the_first_unknown_message_but_not_its_content(
+async def test_the_explain_header_names_the_first_message_unknown_to_the_gateway_without_its_content(
     gateway: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gateway")
@@ -133,7 +133,7 @@ async def test_the_explain_header_names_the_first_unknown_message_but_not_its_co
         assert "Again" not in text
 
 
-def test_the_gateway_remembers_the_latest_conversations_in_bounded_memory() -> None:
+def test_the_gateway_remembers_at_most_20000_recent_conversation_boundaries() -> None:
     seen = RecentBoundaries()
     for number in range(50_000):
         known = [number.to_bytes(4, "big") + bytes([at]) for at in range(3)]
@@ -142,7 +142,7 @@ def test_the_gateway_remembers_the_latest_conversations_in_bounded_memory() -> N
     assert len(seen._young) + len(seen._old) <= 20_003
 
 
-async def test_pages_of_this_machine_and_of_allowed_sites_may_send_requests_and_others_may_not(
+async def test_cors_allows_requests_from_local_pages_and_configured_sites_and_refuses_all_others(
     gateway: Any,
 ) -> None:
     named = ["https://chat.example", "https://b.example:8443"]

@@ -72,7 +72,7 @@ def coder(*lines: str) -> str:
 
 
 @pytest.mark.parametrize("mark", ["</parameter>", "</tool_call>", "</function>", "<tool_call>"])
-def test_an_argument_of_a_qwen3_coder_call_may_contain_the_markers_of_that_format(mark: str) -> None:
+def test_the_argument_of_a_qwen3_coder_call_may_contain_the_markers_of_the_call_format(mark: str) -> None:
     command = f"echo '{mark}' > a\nls"
     lines = ("<function=bash>", "<parameter=command>", command, "</parameter>", "</function>")
     assert calls_in("qwen3_coder", coder(*lines)) == [("bash", {"command": command})]
@@ -89,7 +89,7 @@ def test_an_argument_of_a_qwen3_coder_call_may_contain_the_markers_of_that_forma
     ],
     ids=["words", "missing", "unknown", "twice", "no-number"],
 )
-def test_an_invalid_call_in_qwen3_coders_format_stays_text(lines: tuple[str, ...]) -> None:
+def test_an_invalid_tool_call_in_the_qwen3_coder_format_is_shown_as_text(lines: tuple[str, ...]) -> None:
     assert calls_in("qwen3_coder", coder(*lines)) == []
 
 
@@ -109,11 +109,11 @@ def test_an_invalid_call_in_qwen3_coders_format_stays_text(lines: tuple[str, ...
         "bash\n<arg_key>command</arg_key><arg_value>a<arg_key>nosuch</arg_key><arg_value>1</arg_value>",
     ],
 )
-def test_an_invalid_call_in_glms_format_stays_text(block: str) -> None:
+def test_an_invalid_tool_call_in_the_glm_format_is_shown_as_text(block: str) -> None:
     assert calls_in("glm47", f"<tool_call>{block}</tool_call>") == []
 
 
-def test_white_space_in_the_arguments_of_a_call_is_kept() -> None:
+def test_white_space_in_the_arguments_of_a_tool_call_is_kept() -> None:
     content = "    indented:\n\tand more\n\n"
     pairs = "".join(
         f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
@@ -144,7 +144,7 @@ def test_white_space_in_the_arguments_of_a_call_is_kept() -> None:
         ('[TOOL_CALLS]bash{"command": "ls"}', [("bash", {"command": "ls"})]),
     ],
 )
-def test_a_mistral_call_needs_an_offered_tools_exact_name_and_an_object_as_arguments(
+def test_a_mistral_tool_call_is_parsed_only_if_it_names_an_offered_tool_and_has_object_arguments(
     text: str, wanted: Any
 ) -> None:
     assert calls_in("mistral_args", text) == wanted
@@ -156,7 +156,7 @@ def test_a_mistral_call_needs_an_offered_tools_exact_name_and_an_object_as_argum
         ]
 
 
-def test_the_id_of_a_mistral_call_is_kept_unless_an_earlier_call_has_the_same_id() -> None:
+def test_a_mistral_tool_call_keeps_its_id_unless_an_earlier_call_has_the_same_id() -> None:
     text = "[TOOL_CALLS]clock[CALL_ID]a1b2c3d4e[ARGS]{}"
     ((own, _, _), (other, _, _)) = outcome(splitter("mistral_args", tools=TOOLS), [text + text])[2]
     assert own == "a1b2c3d4e"
@@ -177,7 +177,9 @@ def test_the_id_of_a_mistral_call_is_kept_unless_an_earlier_call_has_the_same_id
         "bash",
     ],
 )
-def test_python_syntax_other_than_calls_with_keyword_arguments_is_no_tool_call(text: str) -> None:
+def test_python_syntax_other_than_calls_with_keyword_arguments_is_not_parsed_as_a_tool_call(
+    text: str,
+) -> None:
     assert calls_in("pythonic", f"<|tool_call_start|>[{text}]<|tool_call_end|>") == []
 
 
@@ -185,7 +187,9 @@ def test_python_syntax_other_than_calls_with_keyword_arguments_is_no_tool_call(t
     "argument",
     [r"'\U00110000', timeout=1", r"'\UFFFFFFFF', timeout=1", pytest.param("[" * 5000, id="nested")],
 )
-def test_a_call_counts_although_the_next_call_has_no_possible_value(argument: str) -> None:
+def test_a_valid_pythonic_tool_call_is_parsed_even_if_the_next_call_has_an_impossible_argument_value(
+    argument: str,
+) -> None:
     text = f"<|tool_call_start|>[clock(), bash(command={argument})]<|tool_call_end|>"
     assert calls_in("pythonic", text) == [("clock", {})]
 
@@ -210,13 +214,13 @@ def test_a_call_counts_although_the_next_call_has_no_possible_value(argument: st
         "[]",
     ],
 )
-def test_a_json_object_that_is_an_invalid_call_stays_text_and_counts_as_malformed(body: str) -> None:
+def test_a_json_tool_call_with_invalid_fields_is_shown_as_text_and_reported_as_malformed(body: str) -> None:
     text = f"<tool_call>\n{body}\n</tool_call>"
     assert calls_in("generic", text) == []
     assert outcome(splitter("generic", tools=TOOLS), text)[3], "which is a malformed call"
 
 
-def test_json_calls_may_have_raw_line_breaks_in_strings_and_arguments_encoded_as_a_json_string() -> None:
+def test_json_tool_calls_with_raw_line_breaks_in_strings_or_arguments_as_a_json_string_are_parsed() -> None:
     wanted = [("bash", {"command": "ls\npwd"})]
     assert (
         calls_in("generic", '<tool_call>{"name": "bash", "arguments": {"command": "ls\npwd"}}</tool_call>')
@@ -236,14 +240,16 @@ def test_json_calls_may_have_raw_line_breaks_in_strings_and_arguments_encoded_as
     ],
 )
 @pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
-def test_json_data_that_only_resembles_a_call_stays_text_and_is_not_malformed(family: str, text: str) -> None:
+def test_json_data_that_only_resembles_a_tool_call_is_shown_as_text_and_not_reported_as_malformed(
+    family: str, text: str
+) -> None:
     assert calls_in(family, text) == []
     assert not outcome(splitter(family, tools=TOOLS), text)[3], "nor a malformed one"
 
 
 @pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
 @pytest.mark.parametrize("around", ["{}", "```json\n{}\n```", "```\n{}\n```\n", "\n {} \n", "```json\n{}"])
-def test_a_json_object_without_markers_is_a_call_only_if_it_is_the_whole_answer(
+def test_a_json_object_without_call_markers_is_a_tool_call_only_if_it_is_the_whole_answer(
     family: str, around: str
 ) -> None:
     body = json.dumps({"name": "bash", "arguments": {"command": "echo '```' \n"}}, indent=2)
@@ -253,7 +259,7 @@ def test_a_json_object_without_markers_is_a_call_only_if_it_is_the_whole_answer(
     assert calls_in(family, f"{text}\nThat is it.") == []
 
 
-def test_json_data_and_code_that_cannot_become_a_call_are_streamed_at_once() -> None:
+def test_json_data_and_code_that_cannot_become_a_tool_call_are_streamed_at_once() -> None:
     one = splitter("generic", tools=TOOLS)
     assert one.push('{"name": "Ada", "age"').text
     assert splitter("generic", tools=TOOLS).push('```python\nprint("x")').text
@@ -281,7 +287,7 @@ NESTED = [tool("fs.set", key=TEXT, of={"type": "object"}, all={"type": "array"})
         ),
     ],
 )
-def test_gemma_calls_may_have_nested_values_and_dotted_names_and_malformed_calls_stay_text(
+def test_gemma_tool_calls_with_nested_values_or_dotted_names_are_parsed_and_malformed_calls_are_text(
     family: str, text: str
 ) -> None:
     wanted = {"key": "a}, b:{", "of": {"x": {"y": 1}}, "all": [True, '"']}
@@ -290,7 +296,7 @@ def test_gemma_calls_may_have_nested_values_and_dotted_names_and_malformed_calls
         assert calls_in(family, text.replace(old, new), NESTED) == []
 
 
-def test_the_id_of_a_kimi_call_is_kept_if_it_has_a_counter_and_replaced_otherwise() -> None:
+def test_a_kimi_tool_call_keeps_its_id_if_the_id_ends_with_a_counter_and_else_gets_a_new_id() -> None:
     begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>{}", "<|tool_call_end|>"
     body = "".join(
         f"{begin}{name}{middle}{end}" for name in ("functions.clock:0", "functions.clock", "clock:2")
@@ -305,7 +311,7 @@ def test_the_id_of_a_kimi_call_is_kept_if_it_has_a_counter_and_replaced_otherwis
     )
 
 
-def test_llama_4_calls_are_parsed_in_python_syntax_and_in_json() -> None:
+def test_llama_4_tool_calls_are_parsed_in_python_syntax_and_in_json() -> None:
     for text in (
         "[clock()]",
         '{"name": "clock", "parameters": {}}',
@@ -315,20 +321,20 @@ def test_llama_4_calls_are_parsed_in_python_syntax_and_in_json() -> None:
     assert calls_in("llama4_bare", "[clock()] is how I would call") == []
 
 
-def test_argument_values_of_minicpm_calls_may_be_wrapped_in_cdata() -> None:
+def test_a_minicpm_tool_call_with_argument_values_wrapped_in_cdata_is_parsed() -> None:
     params = '<param name="path">a</param><param name="content"><![CDATA[<b></param>\n]]></param>'
     text = f'<function name="write">{params}</function>'
     assert calls_in("minicpm5", text) == [("write", {"path": "a", "content": "<b></param>\n"})]
 
 
-def test_every_tool_parser_of_mlx_lm_maps_to_a_markup_with_the_same_markers() -> None:
+def test_every_tool_parser_of_mlx_lm_has_a_turnkeep_call_format_with_the_same_markers() -> None:
     folder = Path(find_spec("mlx_lm.tool_parsers").submodule_search_locations[0])  # type: ignore[union-attr,index]
     for name in sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__"):
         module = import_module(f"mlx_lm.tool_parsers.{name}")
         assert markup_of("tools", set(), name).calls == (module.tool_call_start, module.tool_call_end), name
 
 
-def test_the_tool_parser_named_in_a_model_folder_decides_the_call_markers(
+def test_the_tool_parser_named_in_a_model_folder_selects_the_call_format(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "named"
@@ -342,7 +348,7 @@ def test_the_tool_parser_named_in_a_model_folder_decides_the_call_markers(
         assert Tokenizer.from_folder(folder).markup.calls[0] == opens
 
 
-def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_type_is_refused(
+def test_the_chat_template_type_of_a_model_selects_a_template_of_mlx_lm_or_is_refused_if_unknown(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "as-code"
@@ -401,7 +407,9 @@ def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_typ
         ("browser.search", []),
     ],
 )
-def test_only_calls_of_offered_functions_count_as_calls_in_the_harmony_format(to: str, wanted: Any) -> None:
+def test_in_the_harmony_format_only_calls_of_offered_functions_are_parsed_as_tool_calls(
+    to: str, wanted: Any
+) -> None:
     text = f'<|channel|>commentary to={to} <|constrain|>json<|message|>{{"command": "ls"}}<|call|>'
     assert calls_in("harmony", text) == wanted
     if not wanted:
@@ -419,7 +427,9 @@ MARKED = [name for name in FAMILIES if name not in ("llama_bare", "llama4_bare",
 
 
 @pytest.mark.parametrize("family", MARKED)
-def test_two_valid_calls_count_despite_an_invalid_call_or_a_bare_marker_between_them(family: str) -> None:
+def test_two_valid_tool_calls_are_parsed_although_an_invalid_call_or_a_bare_marker_is_between_them(
+    family: str,
+) -> None:
     found = markup(family)
     opens, closes = found.calls
     bad = written(family, "unknown", {"code": "x"})
@@ -435,7 +445,7 @@ TAGGED = [name for name in MARKED if markup(name).forms[0].is_tagged]
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_a_call_inside_the_argument_of_another_call_is_not_a_call(family: str) -> None:
+def test_tool_call_syntax_inside_the_argument_of_another_call_is_not_parsed_as_a_call(family: str) -> None:
     inner, closes = good(family, "rm"), markup(family).calls[1]
     page = f"For example:\n{inner}\nor\n{inner}\nremoves all."
     whole = good(family, page)
@@ -448,7 +458,7 @@ def test_a_call_inside_the_argument_of_another_call_is_not_a_call(family: str) -
 
 
 @pytest.mark.parametrize("family", ["generic", "hunyuan", "nemotron", "phi4", "pythonic", "olmo3"])
-def test_a_call_whose_string_argument_contains_another_call_unescaped_stays_text(family: str) -> None:
+def test_a_tool_call_whose_string_argument_contains_an_unescaped_call_is_shown_as_text(family: str) -> None:
     inner = good(family, "rm")
     text = (
         good(family, "^").replace("^", f"For example:\n{inner}\nor\n{inner}\nremoves all.").replace("'", '"')
@@ -459,7 +469,7 @@ def test_a_call_whose_string_argument_contains_another_call_unescaped_stays_text
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_a_call_whose_argument_contains_all_end_markers_of_a_call_stays_text_and_is_malformed(
+def test_a_tool_call_whose_argument_contains_all_end_markers_is_shown_as_text_and_malformed(
     family: str,
 ) -> None:
     ends = good(family, "^").partition("^")[2]
@@ -467,14 +477,14 @@ def test_a_call_whose_argument_contains_all_end_markers_of_a_call_stays_text_and
     assert read(family, text) == (text, "", [], True)
 
 
-def test_two_valid_calls_count_in_the_harmony_format_despite_an_invalid_call_between_them() -> None:
+def test_in_the_harmony_format_two_valid_tool_calls_are_parsed_despite_an_invalid_call_between_them() -> None:
     again = "<|start|>assistant"
     bad = written("harmony", "unknown").removesuffix("<|call|>") + "<|end|>"
     text = again.join([good("harmony", "a"), bad, good("harmony", "b")])
     assert [call[0] for call in calls_in("harmony", text, [tool("run", code=TEXT)])] == ["run", "run"]
 
 
-def test_an_unclosed_string_in_one_call_does_not_swallow_the_next_call() -> None:
+def test_a_valid_tool_call_after_a_call_with_an_unclosed_string_is_parsed() -> None:
     bad = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls}}\n</tool_call>\n'
     text = bad + '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     assert calls_in("generic", text) == [("clock", {})]
@@ -484,14 +494,14 @@ def test_an_unclosed_string_in_one_call_does_not_swallow_the_next_call() -> None
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "harmony"])
-def test_a_complete_call_at_the_end_of_an_answer_needs_no_end_marker(family: str) -> None:
+def test_a_complete_tool_call_at_the_end_of_an_answer_is_parsed_without_its_end_marker(family: str) -> None:
     closes = markup(family).calls[1]
     text = written(family).removesuffix(closes)
     for cut in (text, text + ("" if family.endswith("_bare") else closes[:3]), text + "\n"):
         assert len(outcome(splitter(family), [cut])[2]) == 1, cut
 
 
-def test_a_call_truncated_before_its_end_marker_counts_in_json_but_not_in_glms_format() -> None:
+def test_a_tool_call_truncated_before_its_end_marker_is_parsed_in_json_but_not_in_the_glm_format() -> None:
     one = splitter("glm47")
     one.push(written("glm47").removesuffix("</tool_call>"))
     one.finish(is_cut=True)
@@ -515,14 +525,14 @@ def in_a_row(family: str, codes: str, between: str) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_calls_beyond_the_maximum_are_dropped_from_an_answer(family: str) -> None:
+def test_tool_calls_beyond_the_allowed_number_are_dropped_from_an_answer(family: str) -> None:
     text = in_a_row(family, "abc", "")
     said, _, calls, _ = read(family, text, max_calls=1)
     assert ([json.loads(call[2])["code"] for call in calls], said) == (["a"], "")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_equal_to_the_previous_call_ends_an_answer_that_must_consist_of_calls(family: str) -> None:
+def test_with_required_tool_calls_a_call_equal_to_the_previous_call_ends_the_answer(family: str) -> None:
     text = in_a_row(family, "abbbba", "\n")
     one = splitter(family, ends_at_repeat=True)
     said, _, calls, _ = outcome(one, text)
@@ -568,7 +578,7 @@ WHOLE, NUMBER, NULL = {"type": "integer"}, {"type": "number"}, {"type": "null"}
     ],
     ids=repr,
 )
-def test_an_argument_is_converted_to_its_schemas_type_only_if_that_type_is_unambiguous(
+def test_a_tool_call_argument_is_converted_to_the_type_of_its_schema_only_if_the_type_is_unambiguous(
     value: Any, schema: Any, wanted: Any
 ) -> None:
     found = fitted(value, schema)
@@ -597,7 +607,7 @@ def test_an_argument_is_converted_to_its_schemas_type_only_if_that_type_is_unamb
     ],
     ids=repr,
 )
-def test_an_argument_written_as_plain_text_is_parsed_as_its_schema_says(
+def test_a_tool_call_argument_written_as_plain_text_is_parsed_as_the_type_of_its_schema(
     text: str, schema: Any, wanted: Any
 ) -> None:
     found = fitted(text, schema, is_text=True)
@@ -634,7 +644,7 @@ PATH_OF_FILES = {
     ],
     ids=repr,
 )
-def test_an_argument_that_fits_its_schema_or_cannot_be_checked_is_accepted_unchanged(
+def test_a_tool_call_argument_that_fits_its_schema_or_cannot_be_checked_is_accepted_unchanged(
     value: Any, schema: Any
 ) -> None:
     assert fitted(value, schema) == value
@@ -674,12 +684,16 @@ def test_an_argument_that_fits_its_schema_or_cannot_be_checked_is_accepted_uncha
     ],
     ids=repr,
 )
-def test_an_argument_that_does_not_fit_its_schema_makes_the_call_invalid(value: Any, schema: Any) -> None:
+def test_a_tool_call_with_an_argument_that_does_not_fit_its_schema_is_invalid(
+    value: Any, schema: Any
+) -> None:
     with pytest.raises(NoCallError):
         fitted(value, schema)
 
 
-def test_a_recursive_schema_is_applied_at_every_depth_and_an_endless_one_allows_no_call() -> None:
+def test_a_recursive_argument_schema_is_checked_at_every_depth_and_an_endless_schema_refuses_any_call() -> (
+    None
+):
     tree = {"type": "object", "properties": {"of": {"$ref": "#/$defs/tree"}, "n": WHOLE}}
     parameters = {"properties": {"x": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}}
     offered = OfferedTools([{"function": {"name": "f", "parameters": parameters}}])
@@ -693,7 +707,7 @@ def test_a_recursive_schema_is_applied_at_every_depth_and_an_endless_one_allows_
         endless.believed(WrittenCall("f", {}))
 
 
-def test_a_call_whose_id_has_a_lone_surrogate_gets_an_id_that_can_be_sent() -> None:
+def test_a_tool_call_whose_id_has_an_unpaired_surrogate_gets_a_new_valid_id() -> None:
     call = r'{"name": "clock", "arguments": {}, "id": "a\ud800"}'
     (found,) = outcome(splitter("generic", tools=TOOLS), [f"<tool_call>{call}</tool_call>"])[2]
     assert found == (call_id("r", 0), "clock", "{}")
@@ -709,7 +723,9 @@ PARTS = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-def test_a_parser_of_calls_raises_only_value_errors_whatever_a_model_writes(family: str, data: Any) -> None:
+def test_every_tool_call_parser_raises_nothing_but_value_errors_for_random_model_output(
+    family: str, data: Any
+) -> None:
     """Otherwise the calls before are lost, or another format is not tried."""
     tags = re.findall(r"<[^<>]*>|\[[A-Z_]*\]", written(family, "clock"))
     text = "".join(data.draw(st.lists(st.sampled_from([*PARTS, *tags]), max_size=12)))
@@ -753,7 +769,7 @@ SCHEMAS = st.recursive(
 
 
 @given(value=VALUES, schema=SCHEMAS)
-def test_accepted_arguments_fit_the_schema_and_arguments_that_fit_are_accepted_unchanged(
+def test_random_tool_call_arguments_are_accepted_exactly_if_their_schema_allows_their_converted_value(
     value: Any, schema: Any
 ) -> None:
     checker = jsonschema.Draft202012Validator(schema)

@@ -24,7 +24,7 @@ def run(code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_preload_finds_openblas_without_importing_mlx() -> None:
+def test_the_openblas_preload_finds_the_library_without_importing_mlx() -> None:
     library, advice, imported = run(
         "status = preload()\nprint(status.library, repr(status.advice), 'mlx.core' in sys.modules, sep='\\n')"
     )
@@ -33,7 +33,7 @@ def test_preload_finds_openblas_without_importing_mlx() -> None:
     assert imported == "False"
 
 
-def test_the_process_uses_the_matrix_product_of_openblas_after_a_preload() -> None:
+def test_after_the_openblas_preload_the_process_uses_the_matrix_product_of_openblas() -> None:
     """The dynamic linker takes the first global symbol, which must be OpenBLAS's."""
     code = """
 import ctypes
@@ -47,7 +47,7 @@ print(library[0].decode())
     assert "openblas" in run(code)[0]
 
 
-def test_openblas_uses_fast_kernels_on_avx2_processors_unless_the_operator_chose_others() -> None:
+def test_on_avx2_cpus_the_preload_selects_fast_openblas_kernels_unless_the_operator_chose_others() -> None:
     """OpenBLAS 0.3.21 does not know Xeons after Sapphire Rapids and would run SSE3 kernels on them."""
     flags = Path("/proc/cpuinfo").read_text().split()
     if "avx2" not in flags:
@@ -60,14 +60,14 @@ def test_openblas_uses_fast_kernels_on_avx2_processors_unless_the_operator_chose
     )
 
 
-def test_preload_without_openblas_reports_the_slowdown_and_the_command_that_installs_it() -> None:
+def test_the_preload_without_openblas_reports_the_slowdown_and_the_command_that_installs_openblas() -> None:
     (line,) = run("status = preload(('libnothere.so.0',))\nprint(status)")
     assert "library=None, needed=True" in line
     assert "15 times slower" in line
     assert "apt-get install libopenblas0-pthread" in line
 
 
-def test_preload_after_mlx_warns_that_openblas_is_not_used() -> None:
+def test_an_openblas_preload_after_the_import_of_mlx_warns_that_openblas_is_not_used() -> None:
     assert "loaded after MLX and is not used" in run("import mlx.core\nprint(preload().advice)")[0]
 
 
@@ -75,12 +75,14 @@ def test_a_second_preload_of_openblas_returns_the_same_status_as_the_first() -> 
     assert run("first = preload()\nimport mlx.core\nprint(preload() == first)") == ["True"]
 
 
-def test_a_gpu_build_of_mlx_needs_no_openblas() -> None:
+def test_with_a_gpu_build_of_mlx_the_preload_loads_no_openblas_and_gives_no_advice() -> None:
     cuda = "from worker.models import blas\nblas._is_installed = lambda name: name == 'mlx-cuda-13'\n"
     assert run(cuda + "print(preload())") == ["BlasStatus(library=None, needed=False, advice='')"]
 
 
-def test_preload_names_the_extras_if_mlx_has_no_back_end(tmp_path: Path) -> None:
+def test_the_preload_raises_an_error_with_the_extras_to_install_if_mlx_has_no_back_end(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "__init__.py").touch()
     alone = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
@@ -88,7 +90,7 @@ def test_preload_names_the_extras_if_mlx_has_no_back_end(tmp_path: Path) -> None
     assert line.startswith("MLX has no back end: pip install 'turnkeep[cpu]' ")
 
 
-def test_preload_advises_to_uninstall_one_of_two_installed_mlx_back_ends() -> None:
+def test_the_preload_with_two_installed_mlx_back_ends_advises_to_uninstall_one_of_them() -> None:
     both = "from worker.models import blas\nblas._is_installed = {'mlx-cpu', 'mlx-cuda-13'}.__contains__\n"
     (line,) = run(both + "print(preload().advice)")
     assert line.startswith(

@@ -32,7 +32,7 @@ def fitted(value: Any, schema: Any, **defined: Any) -> Any:
     return json.loads(tools.believed(WrittenCall("f", {"x": value})).arguments)["x"]
 
 
-def test_the_patterns_of_a_schema_are_compiled_before_any_call_and_matched_a_limited_number_of_times(
+def test_schema_patterns_are_compiled_before_any_tool_call_and_matched_a_limited_number_of_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted: Counter[str] = Counter()
@@ -78,7 +78,7 @@ LONG = [[num] for num in range(9_000)]
         (1, {"not": {"enum": list(range(2, 9_000))}}),
     ],
 )
-def test_a_call_gets_one_long_schema_check_but_a_schema_that_repeats_long_checks_allows_no_call(
+def test_a_tool_call_is_checked_by_one_costly_schema_but_refused_if_2000_such_checks_are_needed(
     value: Any, schema: Any
 ) -> None:
     assert fitted(value, schema)
@@ -86,7 +86,7 @@ def test_a_call_gets_one_long_schema_check_but_a_schema_that_repeats_long_checks
         fitted(value, {"anyOf": [{"$ref": "#/$defs/never"}] * 2_000}, never={"allOf": [schema, False]})
 
 
-def test_texts_for_which_a_pattern_is_too_costly_are_accepted_unchecked() -> None:
+def test_a_tool_call_text_is_accepted_unchecked_if_the_schema_pattern_is_too_costly_for_the_text() -> None:
     schema = {"items": {"pattern": "^((a{1,100}){1,100}){1,100}$"}}
     with pytest.raises(NoCallError):
         fitted(["b"], schema)
@@ -116,7 +116,7 @@ UNFINISHED = {
 
 
 @pytest.mark.parametrize("family", UNFINISHED)
-def test_an_unfinished_call_with_many_end_markers_is_parsed_a_few_times_only(
+def test_an_unfinished_tool_call_with_100_end_markers_is_parsed_fewer_than_50_times(
     family: str, parsed: list[str]
 ) -> None:
     opens, closes = markup(family).calls
@@ -139,7 +139,7 @@ QUADRATIC = {
 
 
 @pytest.mark.parametrize("family", QUADRATIC)
-def test_a_long_answer_of_markers_is_searched_to_its_end_a_few_times_only(family: str) -> None:
+def test_searching_a_long_answer_of_call_markers_for_tool_calls_takes_little_cpu_time(family: str) -> None:
     text = "".join(QUADRATIC[family])
     began_s = time.thread_time()
     assert outcome(splitter(family), [text])[0] == text
@@ -147,7 +147,7 @@ def test_a_long_answer_of_markers_is_searched_to_its_end_a_few_times_only(family
 
 
 @pytest.mark.parametrize("family", ["generic", "mistral", "qwen3_coder"])
-def test_long_white_space_in_an_answer_is_searched_for_calls_in_linear_time(family: str) -> None:
+def test_searching_long_white_space_in_an_answer_for_tool_calls_takes_linear_time(family: str) -> None:
     opens = markup(family).calls[0]
     for begun in ("", f'{opens}{{"name": "run", "arguments": {{"code": "'):
         pieces = [begun, *[" " * 64] * 10_000]
@@ -156,7 +156,7 @@ def test_long_white_space_in_an_answer_is_searched_for_calls_in_linear_time(fami
         assert time.thread_time() - began_s < 1.5, begun
 
 
-def test_strings_of_a_call_in_python_syntax_may_contain_end_markers_and_code(parsed: list[str]) -> None:
+def test_a_pythonic_tool_call_whose_string_contains_end_markers_and_code_is_parsed(parsed: list[str]) -> None:
     opens, closes = markup("pythonic").calls
     code = f"""f'{{a}}'  # it's "{closes}"\n""" * 200
     (call,) = outcome(splitter("pythonic"), [f"{opens}[run(code={code!r})]{closes}"])[2]
@@ -179,7 +179,7 @@ def test_a_tool_call_that_contains_an_f_string_is_never_given_to_the_python_pars
 
 
 @pytest.mark.parametrize("text", ["a" * 2_000, "a[CALL_ID]" + "b" * 2_000, "a" + " " * 2_000 + "b"])
-def test_text_behind_a_mistral_marker_that_begins_no_call_is_streamed_at_once(text: str) -> None:
+def test_text_after_a_mistral_call_marker_that_begins_no_call_is_streamed_at_once(text: str) -> None:
     one = splitter("mistral_args")
     assert "".join(one.push(char).text for char in f"[TOOL_CALLS]{text}") == f"[TOOL_CALLS]{text}"
     assert one.malformed
@@ -214,7 +214,7 @@ def render(tokenizer: Tokenizer, content: str = "hi", num_messages: int = 1) -> 
 
 @pytest.mark.model
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
-def test_a_template_that_takes_too_many_steps_is_stopped_with_an_error(
+def test_a_chat_template_that_takes_too_many_steps_is_stopped_with_an_error(
     with_template: Callable[[str], Tokenizer], template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat_template, "_MAX_STEPS", 10_000)
@@ -226,7 +226,9 @@ def test_a_template_that_takes_too_many_steps_is_stopped_with_an_error(
 
 
 @pytest.mark.model
-def test_a_template_with_endless_recursion_raises_an_error(with_template: Callable[[str], Tokenizer]) -> None:
+def test_a_chat_template_with_endless_recursion_is_stopped_with_an_error(
+    with_template: Callable[[str], Tokenizer],
+) -> None:
     with pytest.raises(TemplateError, match="recursion"):
         render(with_template(MACRO_FOR_EVER))
 
@@ -236,7 +238,7 @@ def test_a_template_with_endless_recursion_raises_an_error(with_template: Callab
     "value",
     ["9 ** (9 ** 9)", "'a' * 10 ** 12", "10 ** 12 * [1]", "lipsum(10 ** 9)"],
 )
-def test_a_template_with_one_endless_operation_is_refused_at_once(
+def test_a_chat_template_with_one_endless_operation_is_stopped_with_an_error_at_once(
     with_template: Callable[[str], Tokenizer], value: str
 ) -> None:
     with pytest.raises(TemplateError, match=r"it computes a value of more than|'lipsum' is undefined"):
@@ -244,7 +246,7 @@ def test_a_template_with_one_endless_operation_is_refused_at_once(
 
 
 @pytest.mark.model
-def test_a_template_whose_number_grows_with_each_step_is_refused(
+def test_a_chat_template_that_computes_a_number_of_more_than_65536_bits_is_stopped_with_an_error(
     with_template: Callable[[str], Tokenizer],
 ) -> None:
     grows = "{% set n = namespace(x=9) %}{% for i in range(18) %}{% set n.x = n.x * n.x %}{% endfor %}"
@@ -257,7 +259,7 @@ def test_a_template_whose_number_grows_with_each_step_is_refused(
 
 
 @pytest.mark.model
-def test_a_template_that_writes_too_many_characters_is_stopped_with_an_error(
+def test_a_chat_template_that_writes_too_many_characters_is_stopped_with_an_error(
     with_template: Callable[[str], Tokenizer],
 ) -> None:
     flood = "{% for i in range(99999) %}{{ messages[0].content * 1000 }}{% endfor %}"
@@ -266,7 +268,7 @@ def test_a_template_that_writes_too_many_characters_is_stopped_with_an_error(
 
 
 @pytest.mark.model
-def test_a_template_that_runs_longer_than_the_time_limit_is_stopped_with_an_error(
+def test_a_chat_template_that_runs_longer_than_the_time_limit_is_stopped_with_an_error(
     with_template: Callable[[str], Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = "{% for i in range(99999) %}{% set x = range(50000) | sum %}{% endfor %}"
@@ -276,7 +278,7 @@ def test_a_template_that_runs_longer_than_the_time_limit_is_stopped_with_an_erro
 
 
 @pytest.mark.model
-def test_tokenising_content_made_of_special_tokens_takes_work_linear_in_its_length(
+def test_tokenising_message_content_made_of_special_tokens_takes_linear_work(
     tokenizer: Tokenizer,
 ) -> None:
     """Each character is passed to the tokenizer fewer than six times on average, however long the text."""

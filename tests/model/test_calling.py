@@ -64,7 +64,7 @@ def accepts(tokenizer: Tokenizer, grammar: Constraint, text: str) -> bool:
 
 
 @pytest.mark.parametrize("family", JSON)
-async def test_the_grammar_for_required_calls_accepts_only_calls_of_offered_tools_with_valid_arguments(
+async def test_the_grammar_for_required_tool_calls_accepts_only_offered_tools_with_valid_arguments(
     grammars: Grammars, tokenizer: Tokenizer, family: str
 ) -> None:
     grammar = await compiled(grammars, tokenizer, family, None)
@@ -87,7 +87,7 @@ async def test_the_grammar_for_required_calls_accepts_only_calls_of_offered_tool
 
 
 @pytest.mark.parametrize("family", JSON)
-async def test_the_grammar_for_optional_calls_accepts_text_and_calls_whose_arguments_fit_the_schema(
+async def test_the_grammar_for_optional_tool_calls_accepts_text_and_calls_whose_arguments_fit_the_schema(
     grammars: Grammars, tokenizer: Tokenizer, family: str
 ) -> None:
     grammar = await compiled(grammars, tokenizer, family, "text")
@@ -120,7 +120,7 @@ async def test_the_harmony_grammar_accepts_one_valid_call_or_one_final_message(
 
 
 @pytest.mark.parametrize("family", ["qwen3_coder", "glm47", "pythonic"])
-async def test_the_grammar_for_call_formats_without_json_requires_a_call_of_an_offered_tool(
+async def test_in_tool_call_formats_without_json_the_grammar_requires_a_call_of_an_offered_tool(
     grammars: Grammars, tokenizer: Tokenizer, family: str
 ) -> None:
     grammar = await compiled(grammars, tokenizer, family, None)
@@ -168,7 +168,9 @@ def next_of(tokenizer: Tokenizer, follower: Any, draft: str = "") -> list[str | 
     return [allowed(tokenizer, mask) for mask in follower.masks(tokens)]
 
 
-def test_masks_force_the_end_of_reasoning_when_its_token_budget_is_used_up(tokenizer: Tokenizer) -> None:
+def test_token_masks_allow_only_the_end_of_reasoning_once_the_reasoning_budget_is_used_up(
+    tokenizer: Tokenizer,
+) -> None:
     follower = thinking(tokenizer, budget=3).follow(())
     assert next_of(tokenizer, follower, "ab") == [None] * 3
     assert next_of(tokenizer, follower, "abc</x") == [None] * 3 + ["<", "/", "t", "<"]
@@ -182,7 +184,7 @@ def test_masks_force_the_end_of_reasoning_when_its_token_budget_is_used_up(token
     assert next_of(tokenizer, ended) == [None]
 
 
-def test_each_token_of_white_space_before_the_reasoning_is_decoded_only_once(tokenizer: Tokenizer) -> None:
+def test_each_white_space_token_before_the_reasoning_is_decoded_only_once(tokenizer: Tokenizer) -> None:
     spelled: list[int] = []
 
     def spell(token: int) -> bytes:
@@ -196,7 +198,7 @@ def test_each_token_of_white_space_before_the_reasoning_is_decoded_only_once(tok
     assert next_of(tokenizer, follower) == ["<"]
 
 
-async def test_a_grammar_applies_only_after_the_reasoning_has_ended(
+async def test_token_masks_apply_the_grammar_only_after_the_reasoning_has_ended(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(LarkFormat('start: "yes" | "no"'))
@@ -209,7 +211,7 @@ async def test_a_grammar_applies_only_after_the_reasoning_has_ended(
     assert next_of(tokenizer, follower) == [end]
 
 
-async def test_a_grammar_lets_an_answer_begin_with_reasoning_or_without_it(
+async def test_token_masks_under_a_grammar_allow_an_answer_to_begin_with_or_without_reasoning(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(LarkFormat('start: "yes" | "no"'))
@@ -220,7 +222,7 @@ async def test_a_grammar_lets_an_answer_begin_with_reasoning_or_without_it(
 
 
 @pytest.mark.parametrize("answered", ["", "\n", "<", "\n<", "<t", "<think>", "<think>x</think>", "yes", "y"])
-async def test_an_answer_without_reasoning_so_far_is_complete_exactly_where_its_grammar_allows_an_end(
+async def test_an_answer_that_may_still_start_reasoning_is_complete_only_where_its_grammar_allows_an_end(
     grammars: Grammars, tokenizer: Tokenizer, answered: str
 ) -> None:
     grammar = await grammars.compiled(LarkFormat('start: ("yes" | "<")?'))
@@ -228,7 +230,7 @@ async def test_an_answer_without_reasoning_so_far_is_complete_exactly_where_its_
     assert follower.is_complete == (answered not in {"<t", "<think>", "y"})
 
 
-async def test_masks_allow_the_next_token_of_the_reasoning_marker_and_of_the_grammars_text(
+async def test_token_masks_allow_the_next_token_of_the_reasoning_marker_and_of_the_grammars_text(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     yes = thinking(tokenizer, await grammars.compiled(LarkFormat('start: "yes"')), is_begun=False)
@@ -239,7 +241,7 @@ async def test_masks_allow_the_next_token_of_the_reasoning_marker_and_of_the_gra
 
 
 @pytest.mark.parametrize("cut", range(14))
-async def test_a_grammars_state_rebuilt_from_all_tokens_equals_a_state_advanced_token_by_token(
+async def test_a_grammar_state_rebuilt_from_all_answer_tokens_equals_a_state_advanced_token_by_token(
     grammars: Grammars, tokenizer: Tokenizer, cut: int
 ) -> None:
     grammar = await grammars.compiled(LarkFormat('start: "yes" | "no"'))

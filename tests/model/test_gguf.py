@@ -54,7 +54,7 @@ def logits(found: model.LoadedModel, tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_converted_weights_equal_those_that_the_gguf_package_reads(
+def test_weights_converted_from_gguf_equal_those_that_the_gguf_package_reads(
     path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gguf_file, "_ROWS_BYTES", 100_000)  # several pieces for each matrix
@@ -74,7 +74,7 @@ def test_converted_weights_equal_those_that_the_gguf_package_reads(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_converted_weights_are_rounded_to_the_requested_dtype(path: Path, dtype: str) -> None:
+def test_weights_converted_from_gguf_are_rounded_to_the_requested_dtype(path: Path, dtype: str) -> None:
     tiny = TinyLlama()
     tiny.write(path)
     arrays = mx.load(str(convert(path, dtype) / "model.safetensors"))
@@ -87,14 +87,16 @@ def test_converted_weights_are_rounded_to_the_requested_dtype(path: Path, dtype:
 @pytest.mark.parametrize(
     ("kind", "dtype"), [(Kind.F32, "float32"), (Kind.BF16, "bfloat16"), (Kind.Q4_0, "float16")]
 )
-def test_dtype_keep_converts_a_gguf_file_to_the_dtype_nearest_to_its_own(
+def test_a_gguf_file_converted_with_dtype_keep_gets_the_dtype_nearest_to_its_own(
     path: Path, kind: Kind, dtype: str
 ) -> None:
     TinyLlama(kind=kind).write(path)
     assert read_json(convert(path, "keep") / "config.json")["torch_dtype"] == dtype
 
 
-def test_weights_beyond_the_range_of_float16_are_refused_and_leave_no_files_behind(path: Path) -> None:
+def test_a_gguf_conversion_of_weights_beyond_the_range_of_float16_is_refused_and_leaves_no_files(
+    path: Path,
+) -> None:
     tiny = TinyLlama()
     tiny.weights["token_embd.weight"][0, 0] = 1e6
     tiny.write(path)
@@ -110,7 +112,7 @@ def hf_layout(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_converted_llama_computes_the_same_logits_as_its_weights_in_the_hugging_face_layout(
+def test_a_llama_converted_from_gguf_has_the_same_logits_as_its_weights_in_the_hugging_face_layout(
     path: Path, tied: bool
 ) -> None:
     """Covers grouped queries, rotary positions, tied and untied embeddings, and the norms' epsilon."""
@@ -148,7 +150,7 @@ def llama3_factors(factor: float) -> np.ndarray:
     return np.array(factors, np.float32)
 
 
-def test_llama_3_rope_factors_are_converted_to_rope_scaling_settings(path: Path) -> None:
+def test_the_llama_3_rope_factors_of_a_gguf_file_are_converted_to_rope_scaling_settings(path: Path) -> None:
     tiny = TinyLlama()
     TinyLlama({**tiny.weights, "rope_freqs.weight": llama3_factors(32)}).write(path)
     found = loaded(path)
@@ -170,7 +172,7 @@ def test_llama_3_rope_factors_are_converted_to_rope_scaling_settings(path: Path)
     ],
     ids=["linear", "yarn", "none"],
 )
-def test_the_rope_scaling_of_a_gguf_file_is_kept(
+def test_the_rope_scaling_of_a_gguf_file_is_the_same_in_the_converted_config(
     path: Path, fields: dict[str, Any], expected: dict[str, Any] | None
 ) -> None:
     TinyLlama(fields={f"llama.rope.scaling.{name}": value for name, value in fields.items()}).write(path)
@@ -195,7 +197,7 @@ def test_attention_biases_of_a_gguf_file_are_loaded_with_their_values(path: Path
             assert np.array_equal(layer.self_attn[name].bias, biases[f"blk.{i}.{part}.bias"])
 
 
-def test_the_folder_of_an_interrupted_conversion_is_removed_and_never_reused(path: Path) -> None:
+def test_the_folder_of_an_interrupted_gguf_conversion_is_removed_and_not_reused(path: Path) -> None:
     TinyLlama().write(path)
     folder = convert(path)
     unfinished = folder.with_name(".unfinished-" + folder.name)
@@ -204,7 +206,7 @@ def test_the_folder_of_an_interrupted_conversion_is_removed_and_never_reused(pat
     assert not unfinished.exists()
 
 
-def test_a_conversion_that_fails_leaves_no_files_behind(path: Path) -> None:
+def test_a_failed_gguf_conversion_leaves_no_files(path: Path) -> None:
     TinyLlama().write(path)
 
     def fail(_done: int, _of: int, what: str) -> None:
@@ -216,7 +218,7 @@ def test_a_conversion_that_fails_leaves_no_files_behind(path: Path) -> None:
     assert nothing_is_left(path)
 
 
-def test_a_conversion_that_does_not_fit_on_the_disk_is_refused_with_both_sizes(
+def test_a_gguf_conversion_that_does_not_fit_on_the_disk_is_refused_with_the_needed_and_free_size(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     TinyLlama().write(path)
@@ -243,7 +245,7 @@ def forged_length() -> bytes:
     ],
     ids=["empty", "short", "zip", "version", "forged"],
 )
-def test_a_file_that_is_no_valid_gguf_is_refused_with_the_reason(
+def test_a_model_file_that_is_not_valid_gguf_is_refused_with_the_reason(
     path: Path, content: bytes, complaint: str
 ) -> None:
     path.write_bytes(content)
@@ -306,7 +308,7 @@ def test_a_gguf_file_with_an_unsupported_or_missing_part_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_a_gguf_file_whose_special_token_ids_name_no_token_is_converted_without_these_tokens(
+def test_a_gguf_file_whose_special_token_ids_name_no_token_is_converted_without_those_special_tokens(
     path: Path,
 ) -> None:
     none = 2**32 - 1
@@ -322,7 +324,7 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_a_gguf_file_with_a_flipped_byte_is_accepted_or_refused_without_a_crash(
+def test_a_gguf_file_with_a_changed_byte_is_converted_or_refused_without_a_crash(
     sound_file: Path, where: float, flip: int
 ) -> None:
     """The header is accepted or refused with a `ModelError`; nothing else is raised and nothing hangs."""
@@ -450,7 +452,9 @@ def test_gemma_3_with_62_layers_scales_queries_by_its_hidden_size_per_head(tmp_p
     assert gguf_model._gemma3(file, 5376 // 32, 128)["query_pre_attn_scalar"] == 168
 
 
-def test_a_run_of_spaces_is_one_token_if_the_vocabulary_defines_it(tmp_path: Path) -> None:
+def test_a_run_of_spaces_becomes_one_token_if_the_gemma_vocabulary_of_the_gguf_file_has_that_token(
+    tmp_path: Path,
+) -> None:
     """Gemma's tokenizer matches such tokens before it merges, after it has replaced the spaces."""
     bytes_ = [f"<0x{i:02X}>" for i in range(256)]
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *bytes_, "\u2581", "a", "b", "ab", "\u2581ab"]

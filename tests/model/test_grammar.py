@@ -45,7 +45,7 @@ def allowed(mask: Any) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist())
 
 
-async def test_the_masks_of_a_grammar_allow_exactly_the_tokens_that_may_follow(
+async def test_the_token_masks_of_a_grammar_allow_exactly_the_tokens_that_may_follow(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(ChoiceFormat(("yes", "no, never")))
@@ -70,7 +70,7 @@ async def test_the_masks_of_a_grammar_allow_exactly_the_tokens_that_may_follow(
     assert not accepts(grammar, [*no, min(tokenizer.eos_ids)])
 
 
-async def test_text_that_a_grammar_forces_may_be_generated_as_single_bytes_or_as_longer_tokens(
+async def test_a_grammar_accepts_its_forced_text_as_single_byte_tokens_or_as_longer_tokens(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     text = '<|im_end|>/"é' + chr(0x1F98A)
@@ -85,7 +85,7 @@ async def test_text_that_a_grammar_forces_may_be_generated_as_single_bytes_or_as
     assert accepts(grammar, tokenizer.encode(tokenizer.as_text(text), at_start=False))
 
 
-async def test_masks_for_a_draft_advance_no_grammar_and_allow_only_the_end_after_a_forbidden_token(
+async def test_token_masks_for_drafts_keep_the_grammar_state_and_allow_only_the_end_after_a_forbidden_token(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(RegexFormat("[ab]{1,8}c"))
@@ -124,7 +124,9 @@ async def test_the_json_grammar_allows_no_special_tokens_and_no_extra_white_spac
     assert not accepts(grammar, tokenizer.encode('{\n"a": 1}', at_start=False))
 
 
-async def test_a_grammar_is_compiled_once_and_kept_until_64_others_replace_it(grammars: Grammars) -> None:
+async def test_a_compiled_grammar_is_reused_until_64_other_grammars_have_been_compiled(
+    grammars: Grammars,
+) -> None:
     asked = RegexFormat("a{7}")
     first, second = await asyncio.gather(grammars.compiled(asked), grammars.compiled(RegexFormat("a{7}")))
     assert first is second
@@ -172,7 +174,7 @@ def deep(levels: int) -> dict[str, Any]:
         (JsonSchemaFormat(JsonSchema({"allOf": [{"type": "string"}, {"type": "null"}]})), "Unsatisfiable"),
     ],
 )
-async def test_a_grammar_that_is_invalid_too_costly_or_unsatisfiable_is_refused(
+async def test_compiling_a_grammar_that_is_invalid_too_costly_or_unsatisfiable_raises_an_error(
     grammars: Grammars, asked: Any, says: str
 ) -> None:
     with pytest.raises(GrammarError, match=says):
@@ -180,7 +182,7 @@ async def test_a_grammar_that_is_invalid_too_costly_or_unsatisfiable_is_refused(
 
 
 @pytest.mark.parametrize("steps", [(10_000_000,), (1e30,), (0.0003, 70_001), (97, 98, 99), (123_457, 0)])
-async def test_schemas_with_costly_multiple_of_values_are_refused_and_others_compile(
+async def test_json_schemas_with_costly_multiple_of_values_are_refused_and_with_cheap_values_compile(
     grammars: Grammars, steps: tuple[float, ...]
 ) -> None:
     schemas = [{"type": "number", "multipleOf": step} for step in steps]
@@ -192,7 +194,7 @@ async def test_schemas_with_costly_multiple_of_values_are_refused_and_others_com
     assert await grammars.compiled(JsonSchemaFormat(JsonSchema(data)))
 
 
-async def test_a_json_schema_cannot_set_options_of_llguidance(
+async def test_a_json_schema_with_x_guidance_options_does_not_change_the_options_of_llguidance(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     """The options would allow unlimited white space, or `oneOf` with overlapping alternatives."""
@@ -228,7 +230,7 @@ LENIENT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), LENIENT)
-async def test_a_lenient_schema_ignores_keywords_for_which_a_strict_schema_is_refused(
+async def test_a_lenient_json_schema_ignores_keywords_for_which_a_strict_schema_is_refused(
     grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any], good: str, bad: str
 ) -> None:
     grammar = await grammars.compiled(JsonSchemaFormat(JsonSchema(schema, strict=False)))
@@ -241,7 +243,9 @@ async def test_a_lenient_schema_ignores_keywords_for_which_a_strict_schema_is_re
             await grammars.compiled(JsonSchemaFormat(JsonSchema(schema)))
 
 
-async def test_a_lenient_schema_that_is_too_deep_is_refused_with_a_grammar_error(grammars: Grammars) -> None:
+async def test_a_lenient_json_schema_that_is_nested_too_deep_is_refused_with_a_grammar_error(
+    grammars: Grammars,
+) -> None:
     schema: dict[str, Any] = {"type": "string", "pattern": "(?=a)"}
     for _ in range(400):
         schema = {"type": "array", "items": schema}
@@ -249,7 +253,7 @@ async def test_a_lenient_schema_that_is_too_deep_is_refused_with_a_grammar_error
         await grammars.compiled(JsonSchemaFormat(JsonSchema(schema, strict=False)))
 
 
-async def test_one_tenants_many_grammars_that_compile_slowly_do_not_delay_another_tenants(
+async def test_many_slowly_compiling_grammars_of_one_tenant_do_not_delay_those_of_another_tenant(
     grammars: Grammars,
 ) -> None:
     order: list[str] = []

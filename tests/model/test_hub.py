@@ -72,7 +72,7 @@ def names(data_dir: Path) -> list[str]:
     return [entry.name for entry in catalog.list_models(data_dir) if entry.origin != "packaged"]
 
 
-def test_the_default_model_is_downloaded_once_with_progress_and_is_then_loaded_offline(
+def test_the_default_model_is_downloaded_once_with_progress_and_afterwards_found_offline(
     server: FakeHub, resolved: Callable[..., dict[str, Any]], tiny_model: Path
 ) -> None:
     reports = resolved(server.url)["reports"]
@@ -105,7 +105,9 @@ def size_of(path: Path) -> int:
     return 0
 
 
-def test_a_killed_download_resumes_at_the_byte_where_it_stopped(server: FakeHub, tmp_path: Path) -> None:
+def test_a_model_download_killed_halfway_resumes_at_the_byte_where_the_download_stopped(
+    server: FakeHub, tmp_path: Path
+) -> None:
     server.cuts, server.stalled = [50_000], threading.Event()
     command = [sys.executable, "-m", "commands", "model", "pull", ID, "--data-dir", str(tmp_path)]
     environ = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path)}
@@ -124,7 +126,7 @@ def test_a_killed_download_resumes_at_the_byte_where_it_stopped(server: FakeHub,
     assert model.load(Path(second.stdout.strip()), dtype="keep").name == ID
 
 
-def test_a_download_reconnects_after_a_broken_connection_and_resumes_there(
+def test_a_model_download_reconnects_after_a_broken_connection_and_resumes_at_the_same_byte(
     server: FakeHub, cache: Path
 ) -> None:
     server.cuts = [20_000, 30_000]
@@ -137,7 +139,7 @@ def test_a_download_reconnects_after_a_broken_connection_and_resumes_there(
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_downloaded_file_with_a_wrong_checksum_is_refused_and_can_be_fetched_again(
+def test_a_downloaded_model_file_with_a_wrong_checksum_is_refused_and_can_be_downloaded_again(
     server: FakeHub, cache: Path, tmp_path: Path, name: str
 ) -> None:
     server.broken = {name}
@@ -148,7 +150,7 @@ def test_a_downloaded_file_with_a_wrong_checksum_is_refused_and_can_be_fetched_a
     assert names(tmp_path) == [ID]
 
 
-def test_fetching_a_model_again_downloads_no_file(server: FakeHub, cache: Path) -> None:
+def test_a_second_download_of_a_complete_model_transfers_no_file(server: FakeHub, cache: Path) -> None:
     hub.fetch(ID)
     server.asked.clear()
     hub.fetch(ID)
@@ -156,7 +158,7 @@ def test_fetching_a_model_again_downloads_no_file(server: FakeHub, cache: Path) 
     assert catalog.find(ID, cache) == hub.downloaded(f"hf.co/{ID}")
 
 
-def test_only_the_subfolders_for_pooling_and_scoring_are_downloaded_with_a_model(
+def test_of_the_subfolders_of_a_hub_model_only_those_for_pooling_and_scoring_are_downloaded(
     server: FakeHub, cache: Path, embedding_model: Path
 ) -> None:
     """Without these folders, a model with mean pooling would use the last token's vector instead."""
@@ -183,7 +185,7 @@ def test_a_model_too_large_for_disk_or_memory_is_refused_before_the_download(
     hub.fetch(ID, dtype="float16")
 
 
-def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantisation(
+def test_gguf_files_of_a_hub_repository_are_downloaded_listed_and_removed_by_quantisation(
     server: FakeHub, cache: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "ggufs"
@@ -217,7 +219,7 @@ def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantis
     assert not [path for path in cache.glob("**/*") if path.is_file() and path.stat().st_size > 1000]
 
 
-def test_removing_a_gguf_file_keeps_the_conversion_of_another_file_with_the_same_name(
+def test_removing_a_gguf_file_keeps_the_conversion_of_another_gguf_file_with_the_same_name(
     server: FakeHub, cache: Path, tmp_path: Path
 ) -> None:
     made = []
@@ -232,7 +234,7 @@ def test_removing_a_gguf_file_keeps_the_conversion_of_another_file_with_the_same
     assert [path.exists() for path in made] == [False, True]
 
 
-def test_removing_the_only_gguf_file_of_a_repository_keeps_its_other_weights(
+def test_removing_the_only_gguf_file_of_a_hub_repository_keeps_its_other_weights(
     server: FakeHub, cache: Path, tmp_path: Path
 ) -> None:
     (folder := tmp_path / "both").mkdir()
@@ -244,7 +246,7 @@ def test_removing_the_only_gguf_file_of_a_repository_keeps_its_other_weights(
     assert (path.exists(), other.read_bytes()) == (False, b"weights")
 
 
-def test_an_unusable_model_on_the_hub_is_refused_before_any_file_is_downloaded(
+def test_a_hub_model_that_cannot_be_served_is_refused_before_any_file_is_downloaded(
     server: FakeHub, cache: Path
 ) -> None:
     server.repositories["org/Phi-9-mini-GGUF"] = {"Phi-9-mini-Q6_K.gguf": b"GGUF"}
@@ -263,7 +265,7 @@ def test_an_unusable_model_on_the_hub_is_refused_before_any_file_is_downloaded(
     assert server.asked == []
 
 
-def test_a_model_in_use_is_listed_as_in_use_and_cannot_be_removed(
+def test_a_downloaded_model_that_a_worker_uses_is_listed_as_in_use_and_cannot_be_removed(
     server: FakeHub, cache: Path, tmp_path: Path
 ) -> None:
     folder = hub.fetch(ID)
@@ -277,7 +279,9 @@ def test_a_model_in_use_is_listed_as_in_use_and_cannot_be_removed(
     assert not [*cache.glob("models--org--tiny")]
 
 
-def test_a_repository_without_a_main_branch_is_loaded_from_its_newest_snapshot(tmp_path: Path) -> None:
+def test_a_cached_hub_repository_without_a_main_branch_is_loaded_from_its_newest_snapshot(
+    tmp_path: Path,
+) -> None:
     for name, fetched_s in (("a" * 40, 1), ("c" * 40, 3), ("b" * 40, 2)):
         (tmp_path / "snapshots" / name).mkdir(parents=True)
         os.utime(tmp_path / "snapshots" / name, (fetched_s, fetched_s))
@@ -287,7 +291,7 @@ def test_a_repository_without_a_main_branch_is_loaded_from_its_newest_snapshot(t
     assert hub.snapshot_folder(tmp_path) == tmp_path / "snapshots" / ("b" * 40)
 
 
-def test_serving_a_model_that_another_program_downloaded_in_part_downloads_the_rest(
+def test_loading_a_hub_model_that_another_program_downloaded_in_part_downloads_the_missing_files(
     server: FakeHub, cache: Path, tmp_path: Path
 ) -> None:
     """The hub's library links each file as soon as it has it, and a user may stop it after any."""

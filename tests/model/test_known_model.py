@@ -38,7 +38,7 @@ def load(folder: Path, store: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_second_load_of_a_model_does_not_import_transformers_and_gives_the_same_tokens(
+def test_loading_a_known_model_again_does_not_import_transformers_and_gives_the_same_tokens(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     first, second = load(tiny_model, tmp_path), load(tiny_model, tmp_path)
@@ -63,7 +63,7 @@ def test_a_stored_tokenizer_equals_the_one_loaded_from_the_model_folder(
         assert stored.encode(said[0], at_start=True) == loaded.encode(said[1], at_start=True)
 
 
-def test_a_stored_tokenizer_is_rebuilt_when_it_is_damaged_or_the_model_folder_changes(
+def test_a_stored_tokenizer_is_rebuilt_after_damage_or_a_change_of_the_model_folder(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     folder, store = tmp_path / "model", tmp_path / "store"
@@ -91,7 +91,7 @@ FILES = {
 }
 
 
-def test_a_converted_gguf_file_is_not_read_again_until_it_changes(
+def test_a_converted_gguf_file_is_not_read_again_until_the_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = TinyLlama().write(tmp_path / "tiny.gguf")
@@ -151,7 +151,7 @@ TEMPLATES = (
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_chat_template_renders_or_fails_as_in_transformers(template: str) -> None:
+def test_a_chat_template_gives_the_same_text_or_error_as_in_transformers(template: str) -> None:
     def said(render: Any) -> tuple[str, str]:
         try:
             return "", render()

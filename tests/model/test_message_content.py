@@ -265,7 +265,7 @@ def chat(role: str, content: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_content_of_a_message_never_becomes_a_special_token(
+def test_special_token_text_in_the_content_of_a_message_is_tokenised_as_ordinary_text(
     families: dict[str, Tokenizer], family: str
 ) -> None:
     tokenizer = families[family]
@@ -279,7 +279,7 @@ def test_the_content_of_a_message_never_becomes_a_special_token(
                 assert read(tokenizer, tokens) == read(tokenizer, full(tokenizer, messages)), injection
 
 
-def test_a_template_that_inspects_contents_renders_special_tokens_spelled_in_them_as_the_same_text(
+def test_special_token_text_in_a_message_stays_text_even_if_the_template_inspects_the_content(
     families: dict[str, Tokenizer],
 ) -> None:
     tokenizer = families["looking"]
@@ -291,7 +291,9 @@ def test_a_template_that_inspects_contents_renders_special_tokens_spelled_in_the
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trusted_messages_may_contain_special_tokens(families: dict[str, Tokenizer], family: str) -> None:
+def test_in_trusted_messages_special_token_text_becomes_special_tokens(
+    families: dict[str, Tokenizer], family: str
+) -> None:
     tokenizer = families[family]
     messages = chat("user", fill(tokenizer, "a {a} b"))
     tokens = told(tokenizer, messages, trusted=True)
@@ -306,7 +308,7 @@ def test_trusted_messages_may_contain_special_tokens(families: dict[str, Tokeniz
         ("packaged", "{all}"),
     ],
 )
-def test_a_special_token_split_across_two_messages_stays_text(
+def test_a_special_token_whose_text_is_split_across_two_messages_is_tokenised_as_ordinary_text(
     families: dict[str, Tokenizer], family: str, content: str
 ) -> None:
     """The messages come in one request or in two; one template writes nothing between messages."""
@@ -320,7 +322,7 @@ def test_a_special_token_split_across_two_messages_stays_text(
             assert read(tokenizer, tokens) == read(tokenizer, full(tokenizer, parts))
 
 
-def test_names_ids_and_tool_calls_in_a_message_never_add_special_tokens_to_a_prompt(
+def test_special_token_text_in_names_ids_and_tool_calls_of_a_message_is_tokenised_as_ordinary_text(
     families: dict[str, Tokenizer],
 ) -> None:
     tokenizer = families["qwen"]
@@ -331,7 +333,7 @@ def test_names_ids_and_tool_calls_in_a_message_never_add_special_tokens_to_a_pro
     assert controls(tokenizer, told(tokenizer, messages), "assistant") == expected
 
 
-def test_reasoning_markers_begin_reasoning_in_assistant_messages_but_stay_text_in_user_messages(
+def test_reasoning_markers_are_special_tokens_in_assistant_messages_and_plain_text_in_user_messages(
     families: dict[str, Tokenizer],
 ) -> None:
     tokenizer = families["qwen"]
@@ -344,7 +346,7 @@ def test_reasoning_markers_begin_reasoning_in_assistant_messages_but_stay_text_i
     )
 
 
-def test_the_text_of_a_special_token_in_a_sampled_answer_never_becomes_that_token(
+def test_special_token_text_in_a_sampled_answer_stays_text_when_the_answer_is_tokenised_again(
     families: dict[str, Tokenizer],
 ) -> None:
     """The template changes the answer's beginning, so that the rest of the answer is tokenised again."""
@@ -382,7 +384,7 @@ TEXTS = st.lists(
     family=st.sampled_from(sorted(FAMILIES)),
     turns=st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), TEXTS), min_size=1, max_size=4),
 )
-def test_message_texts_add_no_special_tokens_and_messages_read_as_when_rendered_all_at_once(
+def test_random_message_texts_add_no_special_tokens_and_tokenise_as_when_rendered_all_at_once(
     families: dict[str, Tokenizer], family: str, turns: list[tuple[str, str]]
 ) -> None:
     tokenizer = families[family]

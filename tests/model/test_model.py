@@ -59,7 +59,7 @@ def test_the_packaged_model_knows_the_capital_of_france(packaged_folder: Path) -
     assert found.tokenizer.decode(answer) == " Paris."
 
 
-def test_a_rope_scaling_that_mlx_lm_would_ignore_is_refused(folder: Path) -> None:
+def test_a_model_with_a_rope_scaling_that_mlx_lm_would_ignore_is_refused(folder: Path) -> None:
     change(folder, rope_scaling={"type": "yarn", "factor": 4.0}, model_type="gemma", head_dim=32)
     with pytest.raises(
         ModelError, match=r"has a rope_scaling of type yarn, but mlx-lm's gemma has none; take"
@@ -68,7 +68,7 @@ def test_a_rope_scaling_that_mlx_lm_would_ignore_is_refused(folder: Path) -> Non
 
 
 @pytest.mark.model
-def test_loading_a_model_prints_nothing_and_raises_no_warning(packaged_folder: Path) -> None:
+def test_loading_a_model_prints_nothing_and_gives_no_warning(packaged_folder: Path) -> None:
     code = (
         "import sys, pathlib\nfrom worker.models import model\n"
         "model.load(pathlib.Path(sys.argv[1]), dtype=model.default_dtype())"
@@ -90,7 +90,7 @@ def quantised(folder: Path) -> Path:
     return folder
 
 
-def test_quantised_layers_are_converted_to_float32_if_that_dtype_is_requested(quantised: Path) -> None:
+def test_loading_a_quantised_model_with_dtype_float32_converts_its_layers_to_float32(quantised: Path) -> None:
     kept, cast = (model.load(quantised, dtype=dtype) for dtype in ("keep", "float32"))
     assert kept.weight_bytes < cast.weight_bytes / 4
     assert {array.dtype for _, array in tree_flatten(cast.model.parameters())} == {mx.float32}
@@ -186,7 +186,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_a_config_that_does_not_match_the_weights_is_refused_in_one_short_line(
+def test_a_model_config_that_does_not_match_the_weights_is_refused_in_one_short_line(
     folder: Path, fields: dict[str, Any], said: str
 ) -> None:
     change(folder, **fields)
@@ -205,7 +205,7 @@ def test_a_broken_model_folder_is_refused_in_one_line_that_names_the_fault(folde
     assert "\n" not in str(caught.value)
 
 
-def test_an_unknown_dtype_is_refused(tiny: Path) -> None:
+def test_loading_a_model_with_an_unknown_dtype_raises_an_error(tiny: Path) -> None:
     with pytest.raises(
         ModelError, match="dtype is 'int3'; it must be one of keep, float32, float16, bfloat16"
     ):
@@ -213,14 +213,14 @@ def test_an_unknown_dtype_is_refused(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["nothing/here/at-all", "missing.gguf", "gpt"])
-def test_a_model_that_does_not_exist_raises_an_error_that_lists_the_accepted_kinds(
+def test_loading_a_missing_model_raises_an_error_that_lists_the_accepted_kinds_of_names(
     spec: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError, match=r"give a model folder, a \.gguf file or a hub id"):
         model.resolve(spec, tmp_path, dtype="float32")
 
 
-def test_a_text_file_is_refused_as_a_model(tmp_path: Path) -> None:
+def test_loading_a_text_file_as_a_model_raises_an_error(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("hello")
     with pytest.raises(ModelError, match=r"neither a model folder nor a \.gguf file"):
@@ -234,7 +234,9 @@ def in_hub_cache(cache: Path, tiny: Path) -> Path:
     return shutil.copytree(tiny, repository / "snapshots" / ("a" * 40))
 
 
-def test_a_model_is_named_after_its_folder_link_or_gguf_file(tiny: Path, tmp_path: Path) -> None:
+def test_a_loaded_model_is_named_after_its_folder_symbolic_link_or_gguf_file(
+    tiny: Path, tmp_path: Path
+) -> None:
     """A base model that is named in config.json does not change the name."""
     for name in ("first", "second"):
         folder = shutil.copytree(tiny, tmp_path / name)
@@ -247,7 +249,7 @@ def test_a_model_is_named_after_its_folder_link_or_gguf_file(tiny: Path, tmp_pat
     assert model.load(made, dtype="keep").name == "Tiny.Q4_0", "the GGUF file that it was made from"
 
 
-def test_packaged_converted_and_hub_models_are_listed_and_broken_folders_left_out(
+def test_the_model_list_has_packaged_converted_and_hub_models_and_leaves_out_broken_folders(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -348,7 +350,7 @@ def tiny_copy(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", READ.values(), ids=READ)
-def test_a_model_folder_in_any_layout_that_other_programs_write_loads_with_the_same_logits(
+def test_a_model_folder_in_any_layout_that_other_programs_write_is_loaded_with_the_same_logits(
     tiny_model: Path, tiny_copy: Path, tmp_path: Path, change: Callable[[Path], Path]
 ) -> None:
     changed, tokens = change(tiny_copy), mx.array([[3, 4, 5]])
@@ -361,7 +363,7 @@ def test_a_model_folder_in_any_layout_that_other_programs_write_loads_with_the_s
 
 
 @pytest.mark.parametrize("name", ["tiny.GGUF", "sha256-0123abcd", "a[1]b/tiny.gguf"])
-def test_a_gguf_file_is_known_by_its_name_in_any_case_or_by_its_first_bytes(
+def test_a_gguf_file_is_recognised_by_its_name_in_any_case_or_by_its_first_bytes(
     tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -435,7 +437,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("change", "why"), REFUSED.values(), ids=REFUSED)
-def test_a_folder_without_weights_that_can_be_read_is_refused_with_the_reason(
+def test_a_model_folder_without_readable_weights_is_refused_with_the_reason(
     tiny_copy: Path, tmp_path: Path, change: Callable[[Path], object], why: str
 ) -> None:
     change(tiny_copy)
@@ -452,7 +454,7 @@ def test_a_folder_without_weights_that_can_be_read_is_refused_with_the_reason(
         ({"temperature": -1, "top_p": "x", "top_k": 1.5, "min_p": [], "repetition_penalty": 0}, {}),
     ],
 )
-def test_sampling_options_of_a_model_folder_are_read_and_invalid_ones_left_out(
+def test_valid_sampling_options_in_a_models_generation_config_are_used_and_invalid_options_ignored(
     tmp_path: Path, config: dict[str, object], own: dict[str, float]
 ) -> None:
     assert own_sampling(tmp_path) == {}

@@ -57,7 +57,7 @@ def package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama.py", "base.py", "rope_utils.py", "cache.py"])
-def test_changing_any_module_that_a_model_builds_on_changes_its_code_digest(package, name) -> None:
+def test_changing_any_python_module_that_a_model_class_imports_changes_its_code_digest(package, name) -> None:
     models, load = package
     before = code_digest(load())
     assert code_digest(load()) == before
@@ -79,7 +79,7 @@ print(code_digest(model))
 """
 
 
-def test_a_models_code_digest_stays_the_same_after_its_functions_are_patched() -> None:
+def test_the_code_digest_of_a_model_stays_the_same_after_functions_of_its_module_are_patched() -> None:
     done = subprocess.run([sys.executable, "-c", PATCHED], capture_output=True, text=True, check=True)
     before, after = done.stdout.split()
     assert before == after
@@ -98,7 +98,9 @@ def change(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_model_folder_with_its_own_architecture_code_is_refused_and_the_code_not_run(folder: Path) -> None:
+def test_a_model_folder_with_its_own_architecture_code_is_refused_and_the_code_is_not_run(
+    folder: Path,
+) -> None:
     change(folder / "config.json", model_file="foreign.py")
     with pytest.raises(
         ModelError, match=r"needs its own code, foreign\.py, which is not run; take another m"

@@ -63,7 +63,7 @@ def check(family: str, text: str, wanted: list[tuple[str, Any]], said: str = "")
     ],
     ids=lambda one: str(one[0]),
 )
-def test_a_tool_call_in_almost_valid_python_syntax_still_counts(
+def test_a_tool_call_in_slightly_invalid_python_syntax_is_still_parsed(
     around: tuple[str, str], code: str, wanted: list[tuple[str, Any]]
 ) -> None:
     family, form = around
@@ -113,7 +113,7 @@ def test_a_tool_call_in_almost_valid_python_syntax_still_counts(
     ],
     ids=lambda one: str(one[0]),
 )
-def test_a_tool_call_in_almost_valid_json_between_markers_still_counts(
+def test_a_tool_call_in_slightly_invalid_json_between_call_markers_is_still_parsed(
     around: tuple[str, str], body: str, wanted: list[tuple[str, Any]]
 ) -> None:
     family, form = around
@@ -212,7 +212,7 @@ def long(text: str) -> str:
         ),
     ],
 )
-def test_a_tool_call_with_a_small_error_in_its_model_familys_own_format_still_counts(
+def test_a_tool_call_with_a_small_error_in_its_model_familys_own_format_is_still_parsed(
     family: str, text: str, wanted: list[tuple[str, Any]]
 ) -> None:
     assert calls_in(family, long(text), TOOLS) == wanted
@@ -238,7 +238,7 @@ def test_a_tool_call_with_a_small_error_in_its_model_familys_own_format_still_co
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3_coder", "seed_oss"])
-def test_a_tool_call_between_tags_still_counts_if_one_tag_is_missing(
+def test_a_tool_call_in_a_tag_format_with_one_tag_missing_is_still_parsed(
     family: str, lines: str, wanted: list[tuple[str, Any]]
 ) -> None:
     begin, end = (
@@ -275,7 +275,9 @@ def test_a_tool_call_between_tags_still_counts_if_one_tag_is_missing(
     ],
 )
 @pytest.mark.parametrize("more", ["Then I'll wait.", "Done", "I write {x}."])
-def test_text_behind_a_call_whose_end_marker_is_missing_stays_text(family: str, text: str, more: str) -> None:
+def test_text_after_a_tool_call_whose_end_marker_is_missing_is_shown_as_text(
+    family: str, text: str, more: str
+) -> None:
     text = long(text.replace("^", more))
     assert calls_in(family, text, TOOLS) == LS
     assert outcome(splitter(family, tools=TOOLS), [text])[0].strip() == more
@@ -316,7 +318,7 @@ def test_the_markers_around_a_kimi_k3_answer_are_not_part_of_its_text() -> None:
         ("kimi_k2", "<|tool_call_begin|> begins a call"),
     ],
 )
-def test_an_ambiguous_or_quoted_tool_call_stays_text(family: str, text: str) -> None:
+def test_an_ambiguous_or_quoted_tool_call_is_shown_as_text(family: str, text: str) -> None:
     assert calls_in(family, text, TOOLS) == []
     assert outcome(splitter(family, tools=TOOLS), [wide(text)])[0].strip() == text
 
@@ -330,7 +332,7 @@ def test_a_tool_call_is_streamed_as_soon_as_it_is_complete() -> None:
         assert len(splitter(family, tools=TOOLS).push(text).calls) == 1, family
 
 
-def test_a_tool_call_counts_after_a_code_block_and_inside_one_that_begins_the_answer() -> None:
+def test_a_tool_call_is_parsed_after_a_code_block_and_inside_a_code_block_that_begins_the_answer() -> None:
     call = f"<tool_call>{JSON}</tool_call>"
     for text in (
         f"```\n{call}\n```",
@@ -342,7 +344,9 @@ def test_a_tool_call_counts_after_a_code_block_and_inside_one_that_begins_the_an
 
 
 @pytest.mark.parametrize("family", ["json_tools", "mistral_args", "kimi_k3", "minimax_m2", "deepseek_v31"])
-def test_malformed_tool_calls_inside_reasoning_stay_part_of_the_reasoning(family: str) -> None:
+def test_malformed_tool_calls_inside_reasoning_are_shown_as_reasoning_and_not_reported_as_calls(
+    family: str,
+) -> None:
     opens, closes = markup(family).reasoning or ("", "")
     for body in (f"<tool_call>{JSON}}}</tool_call>", BASH, '<invoke name="clock"></invoke>'):
         said, thought, calls, _ = outcome(splitter(family, tools=TOOLS), f"{opens}{body}{closes}Well.")

@@ -277,7 +277,7 @@ def cuts(text: str) -> st.SearchStrategy[list[str]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_call_is_found_however_its_text_is_divided_into_streamed_pieces(family: str) -> None:
+def test_a_tool_call_is_parsed_however_its_text_is_divided_into_streamed_pieces(family: str) -> None:
     text = written(family)
     whole = outcome(splitter(family), [text])
     said, _, calls, malformed = whole
@@ -290,7 +290,9 @@ def test_a_call_is_found_however_its_text_is_divided_into_streamed_pieces(family
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_special_tokens_count_as_markers_inside_a_tool_call_but_not_before_it(family: str) -> None:
+def test_special_tokens_are_parsed_as_markers_inside_a_tool_call_and_left_out_before_a_tool_call(
+    family: str,
+) -> None:
     """Each tag is taken for a special token, and left out if it is no marker where it stands."""
 
     def markers(one: Splitter, text: str) -> Iterator[str]:
@@ -310,7 +312,7 @@ def test_special_tokens_count_as_markers_inside_a_tool_call_but_not_before_it(fa
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=settings().max_examples // 3)  # of each of thirty families, which share the code
 @given(data=st.data())
-def test_text_reasoning_and_calls_are_the_same_however_an_answer_is_divided_into_pieces(
+def test_an_answer_gives_the_same_text_reasoning_and_tool_calls_however_it_is_divided_into_pieces(
     family: str, data: st.DataObject
 ) -> None:
     found = markup(family)
@@ -344,7 +346,7 @@ def test_text_reasoning_and_calls_are_the_same_however_an_answer_is_divided_into
 
 
 @pytest.mark.parametrize("family", ENDED)
-def test_text_before_and_after_several_calls_is_kept_and_each_call_has_its_own_id(family: str) -> None:
+def test_text_before_and_after_several_tool_calls_is_kept_and_each_call_has_its_own_id(family: str) -> None:
     text = f"I look.\n{written(family)}\n{written(family, 'run', {'code': 'x'})}\nDone."
     said, _, calls, malformed = outcome(splitter(family), text)
     assert [name for _, name, _ in calls] == ["weather", "run"]
@@ -353,7 +355,7 @@ def test_text_before_and_after_several_calls_is_kept_and_each_call_has_its_own_i
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_nothing_is_a_call_if_the_request_offers_no_tools(family: str) -> None:
+def test_without_offered_tools_an_answer_in_tool_call_syntax_is_shown_as_text(family: str) -> None:
     text = written(family)
     said, _, calls, malformed = outcome(splitter(family, tools=()), text)
     assert calls == []
@@ -362,7 +364,9 @@ def test_nothing_is_a_call_if_the_request_offers_no_tools(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["generic", "llama", "mistral_args", "harmony", "deepseek_v31", "kimi_k2"])
-def test_call_arguments_may_be_empty_nested_or_contain_markers_in_strings(family: str) -> None:
+def test_tool_call_arguments_that_are_empty_nested_or_contain_markers_in_strings_are_parsed(
+    family: str,
+) -> None:
     for code in ('print("</tool_call><tool_call>")\n{"a": [1, "}"]}', {"deep": [{"x": '\\"'}]}, None):
         arguments = {"code": code} if code else {}
         _, _, ((_, _, found),), malformed = outcome(splitter(family), written(family, "run", arguments))
@@ -371,7 +375,7 @@ def test_call_arguments_may_be_empty_nested_or_contain_markers_in_strings(family
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("_bare")])
 @pytest.mark.parametrize("cut", [0.4, 0.7])
-def test_a_call_cut_off_in_its_arguments_is_kept_as_text_and_counts_as_malformed(
+def test_a_tool_call_cut_off_in_its_arguments_is_shown_as_text_and_reported_as_malformed(
     family: str, cut: float
 ) -> None:
     text = written(family)
@@ -384,7 +388,9 @@ def test_a_call_cut_off_in_its_arguments_is_kept_as_text_and_counts_as_malformed
 
 
 @pytest.mark.parametrize("family", ["json_tools", "mistral_args", "deepseek_v31"])
-def test_reasoning_is_separated_from_text_whether_the_prompt_or_the_answer_opens_it(family: str) -> None:
+def test_reasoning_is_separated_from_text_whether_the_prompt_or_the_answer_has_the_opening_marker(
+    family: str,
+) -> None:
     found = markup(family).reasoning
     assert found
     for opens, in_reasoning in ((found[0], False), ("", True)):
@@ -395,7 +401,7 @@ def test_reasoning_is_separated_from_text_whether_the_prompt_or_the_answer_opens
     assert (said, thought) == ("", "No end")
 
 
-def test_the_rest_of_a_harmony_answer_is_streamed_at_once() -> None:
+def test_a_harmony_answer_that_is_continued_streams_its_next_text_at_once() -> None:
     for begun in (
         "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
         "b",
@@ -404,7 +410,7 @@ def test_the_rest_of_a_harmony_answer_is_streamed_at_once() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_part_of_a_call_is_streamed_before_the_call_is_complete(family: str) -> None:
+def test_no_part_of_a_tool_call_is_streamed_before_the_call_is_complete(family: str) -> None:
     one, text = splitter(family), written(family)
     for char in text:
         piece = one.push(char)
@@ -413,14 +419,14 @@ def test_no_part_of_a_call_is_streamed_before_the_call_is_complete(family: str) 
         assert all(part.name == "weather" and json.loads(part.arguments) for part in piece.calls)
 
 
-def test_a_call_id_is_derived_from_request_and_index_and_has_nine_characters() -> None:
+def test_a_generated_tool_call_id_has_nine_characters_derived_from_request_id_and_call_index() -> None:
     assert call_id("a:1", 0) == call_id("a:1", 0) != call_id("a:1", 1)
     assert call_id("a:1", 0).isalnum()
     assert len(call_id("a:1", 0)) == 9
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_long_broken_call_takes_no_more_processor_time_than_its_length_needs(family: str) -> None:
+def test_parsing_a_long_broken_tool_call_takes_linear_cpu_time(family: str) -> None:
     """The thread that splits answers holds the interpreter meanwhile, and other sessions wait."""
     opens, closes = markup(family).calls
     for num, begun, repeated in product((400, 10_000), BEGUN, REPEATED):
@@ -437,7 +443,7 @@ def made(names: str, ids: Iterable[str | None], **more: Any) -> AnswerCalls:
     return calls
 
 
-def test_each_call_of_an_answer_has_an_id_of_its_own() -> None:
+def test_each_tool_call_of_an_answer_has_a_different_id() -> None:
     calls = made("abcde", ["x", "x", None, "new2", "y"])
     assert [call.id for call in calls.made] == ["x", "new1", "new2", "new3", "y"]
 
@@ -451,7 +457,7 @@ def test_each_call_of_an_answer_has_an_id_of_its_own() -> None:
         ("abbc", "abb", {"max_calls": 3}),
     ],
 )
-def test_an_answer_ends_after_its_most_calls_or_before_a_call_that_repeats_the_last_one(
+def test_an_answer_ends_after_the_allowed_number_of_tool_calls_or_before_a_repeated_call(
     names: str, kept: str, more: dict[str, Any]
 ) -> None:
     calls = made(names, [None] * len(names), **more)
@@ -468,7 +474,7 @@ def test_an_answer_ends_after_its_most_calls_or_before_a_call_that_repeats_the_l
         ("So: {call} and</tool_call>", "So: and</tool_call>"),
     ],
 )
-def test_white_space_behind_empty_reasoning_and_a_second_end_marker_behind_a_call_are_left_out(
+def test_white_space_after_empty_reasoning_and_a_second_end_marker_after_a_tool_call_are_left_out(
     text: str, shown: str
 ) -> None:
     found = splitter("json_tools")

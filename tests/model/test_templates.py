@@ -158,7 +158,9 @@ def chat(tokenizer: Tokenizer) -> Chat:
     return Chat(tokenizer)
 
 
-def test_sampled_tokens_are_kept_even_if_the_tokenizer_would_choose_others(chat: Chat) -> None:
+def test_sampled_tokens_of_an_answer_are_kept_even_if_the_tokenizer_would_split_the_text_differently(
+    chat: Chat,
+) -> None:
     odd = [token for char in "Hello there" for token in chat.encode(char)]
     assert odd != chat.encode("Hello there")
     chat.say(("user", "Hi"))
@@ -170,7 +172,7 @@ def test_sampled_tokens_are_kept_even_if_the_tokenizer_would_choose_others(chat:
     assert chat.text == chat.render()
 
 
-def test_a_generate_request_continues_an_answer_that_has_no_end_token(chat: Chat) -> None:
+def test_a_generate_request_after_an_answer_without_end_token_continues_that_answer(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     chat.reply("Once upon", end=False)
@@ -191,7 +193,9 @@ def test_a_generate_request_after_a_finished_answer_starts_a_new_answer(chat: Ch
     assert chat.text == chat.render()
 
 
-def test_an_end_token_that_the_template_does_not_write_is_replaced_by_the_templates_own(chat: Chat) -> None:
+def test_a_sampled_end_token_that_the_template_does_not_write_is_replaced_by_the_templates_end_token(
+    chat: Chat,
+) -> None:
     """The packaged model may also end an answer with <|endoftext|>, which its template never writes."""
     chat.say(("user", "Hi"))
     chat.open()
@@ -202,7 +206,7 @@ def test_an_end_token_that_the_template_does_not_write_is_replaced_by_the_templa
     assert chat.text == chat.render()
 
 
-def test_the_token_that_ends_a_harmony_call_stays_and_the_template_ends_other_answers(
+def test_the_sampled_end_token_of_a_harmony_tool_call_is_kept_and_that_of_other_answers_is_replaced(
     packaged_folder: Path,
 ) -> None:
     hf = AutoTokenizer.from_pretrained(str(packaged_folder))
@@ -227,7 +231,7 @@ def test_the_token_that_ends_a_harmony_call_stays_and_the_template_ends_other_an
         assert chat.text == f"{before}{text}{kept}<|start|>user<|message|>So?<|end|>"
 
 
-def test_raw_content_is_kept_unchanged_and_later_messages_are_rendered_as_a_new_conversation(
+def test_messages_after_raw_content_are_rendered_as_a_new_conversation_behind_the_raw_tokens(
     chat: Chat,
 ) -> None:
     chat.raw("Once upon a time")
@@ -240,18 +244,18 @@ def test_raw_content_is_kept_unchanged_and_later_messages_are_rendered_as_a_new_
     assert chat.tokenizer.decode(chat.tokens[start:]) == chat.render(header=True)
 
 
-def test_a_raw_generate_request_after_messages_adds_no_assistant_header(chat: Chat) -> None:
+def test_a_raw_generate_request_after_messages_adds_no_assistant_header_tokens(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     assert chat.open(raw=True).tokens == []
 
 
-def test_a_session_without_messages_gets_no_assistant_header(chat: Chat) -> None:
+def test_a_generate_request_in_a_session_without_messages_adds_no_assistant_header(chat: Chat) -> None:
     assert chat.open() == Addition(0, [])
     assert chat.say() == Addition(0, [])
 
 
 @pytest.mark.parametrize(("name", "lead"), [("packaged", ""), ("plain", ""), ("alternating", " ")])
-def test_a_space_that_the_template_writes_before_an_answer_is_not_written_twice(
+def test_a_space_that_the_chat_template_writes_before_an_answer_is_not_added_twice(
     tokenizers: dict[str, Tokenizer], name: str, lead: str
 ) -> None:
     chat = Chat(tokenizers[name])
@@ -265,7 +269,7 @@ def test_a_space_that_the_template_writes_before_an_answer_is_not_written_twice(
     assert chat.text == chat.render()
 
 
-def test_a_rewind_to_a_position_at_which_a_message_ended_inside_a_token_keeps_all_earlier_tokens(
+def test_a_rewind_to_the_end_of_a_message_that_ended_inside_a_token_keeps_all_earlier_tokens(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["no_separator"])
@@ -278,7 +282,7 @@ def test_a_rewind_to_a_position_at_which_a_message_ended_inside_a_token_keeps_al
     assert added == Addition(boundary, chat.encode("p"))
 
 
-def test_if_a_template_rewrites_some_bytes_of_a_character_all_tokens_of_it_are_replaced(
+def test_a_chat_template_that_rewrites_some_bytes_of_a_character_replaces_all_tokens_of_the_character(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["thoughts"])
@@ -290,7 +294,7 @@ def test_if_a_template_rewrites_some_bytes_of_a_character_all_tokens_of_it_are_r
     assert chat.text == chat.render()
 
 
-def test_consecutive_messages_of_one_role_are_joined_if_the_template_wants_alternating_roles(
+def test_consecutive_messages_of_one_role_are_joined_if_the_chat_template_requires_alternating_roles(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["alternating"])
@@ -306,7 +310,7 @@ def test_consecutive_messages_of_one_role_are_joined_if_the_template_wants_alter
     assert chat.text == chat.render()
 
 
-def test_a_message_that_the_template_refuses_raises_an_error_with_the_templates_message(
+def test_a_message_that_the_chat_template_refuses_raises_an_error_with_the_templates_own_words(
     with_template: Any,
 ) -> None:
     chat = Chat(
@@ -324,12 +328,16 @@ def test_a_message_that_the_template_refuses_raises_an_error_with_the_templates_
 @pytest.mark.parametrize(
     "messages", [[{"role": "user"}], [{"role": "user", "content": 3}], [{"content": "x"}]], ids=str
 )
-def test_malformed_messages_raise_a_template_error(chat: Chat, messages: list[dict[str, Any]]) -> None:
+def test_adding_a_malformed_message_raises_a_template_error(
+    chat: Chat, messages: list[dict[str, Any]]
+) -> None:
     with pytest.raises(TemplateError, match="refuses these messages"):
         chat.conversation.add_messages([], messages)
 
 
-def test_results_of_calls_that_share_an_id_answer_these_calls_in_their_order(tokenizer: Tokenizer) -> None:
+def test_results_of_tool_calls_that_share_an_id_are_assigned_to_the_calls_in_their_order(
+    tokenizer: Tokenizer,
+) -> None:
     calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in ("x", "y", "x")]
     said = {"role": "assistant", "content": "", "tool_calls": calls}
     results = [{"role": "tool", "content": "r", "tool_call_id": name} for name in ("x", "x", "y", "x")]
@@ -341,7 +349,7 @@ def test_results_of_calls_that_share_an_id_answer_these_calls_in_their_order(tok
     assert [one.get("call_index") for one in more] == [2, 1, None], "they may come in several requests"
 
 
-def test_a_model_without_a_chat_template_refuses_messages(
+def test_adding_messages_for_a_model_without_a_chat_template_raises_an_error(
     tokenizers: dict[str, Tokenizer], with_template: Any
 ) -> None:
     chat = Chat(with_template(None))
@@ -349,14 +357,16 @@ def test_a_model_without_a_chat_template_refuses_messages(
         chat.say(("user", "Hi"))
 
 
-def test_the_date_in_a_prompt_is_the_day_on_which_the_session_began(tokenizers: dict[str, Tokenizer]) -> None:
+def test_the_date_that_a_chat_template_writes_is_the_day_on_which_the_session_began(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     """A replay on another day gives the same tokens."""
     chat = Chat(tokenizers["dated"])
     chat.say(("user", "Hi"))
     assert chat.text.startswith("Today is 29 Feb 2024.\n<|im_start|>")
 
 
-def test_a_conversation_can_continue_after_a_rewind_to_any_position(chat: Chat) -> None:
+def test_messages_added_after_a_rewind_to_any_position_are_rendered_after_the_kept_tokens(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
     header = len(chat.tokens)
@@ -409,7 +419,7 @@ ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 @ANY
 @given(name=NAMES, turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4))
-def test_messages_added_one_by_one_give_the_tokens_of_the_whole_conversation_rendered_at_once(
+def test_messages_added_one_by_one_give_the_same_tokens_as_rendering_the_whole_conversation(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, str]]
 ) -> None:
     chat = Chat(tokenizers[name])
@@ -428,7 +438,7 @@ def test_messages_added_one_by_one_give_the_tokens_of_the_whole_conversation_ren
         max_size=4,
     ),
 )
-def test_chats_with_sampled_answers_give_the_text_of_the_full_render(
+def test_a_chat_with_sampled_answers_has_the_text_of_rendering_the_whole_conversation(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, list[int] | str, bool]]
 ) -> None:
     """The sampled tokens are arbitrary; the template may replace some of them."""
@@ -446,7 +456,7 @@ def test_chats_with_sampled_answers_give_the_text_of_the_full_render(
 
 
 @pytest.mark.parametrize("name", ["packaged", "trimming", "system apart", "tool runs", "thoughts"])
-def test_a_late_turn_of_a_chat_tokenises_and_decodes_no_more_than_an_early_one(
+def test_a_late_turn_of_a_long_chat_tokenises_and_decodes_no_more_than_an_early_turn(
     tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     chat = Chat(tokenizers[name])
@@ -495,7 +505,7 @@ TURNS = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(["packaged", *TEMPLATES]), turns=TURNS)
-def test_a_conversation_that_is_stored_and_loaded_between_any_turns_gets_the_same_tokens(
+def test_a_conversation_stored_and_loaded_before_each_turn_gets_the_same_tokens_as_one_in_memory(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, Any]]
 ) -> None:
     """The turns have messages of any role, truncated answers, raw content and rewinds to any position."""
@@ -535,7 +545,7 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
     return ""
 
 
-def test_a_chat_has_the_text_of_the_full_render_if_its_template_renders_the_beginning_differently(
+def test_a_chat_that_starts_with_a_system_message_has_after_each_turn_the_text_of_the_full_rendering(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     """The chats begin with a system message; some answers lack an end token; one template has a date."""
@@ -567,7 +577,9 @@ def given_answers(tokenizer: Tokenizer, *ends: int, keeps: bool = True) -> Conve
 QUESTION = {"role": "user", "content": "a"}
 
 
-def test_an_answer_in_two_parts_has_the_text_and_the_calls_of_both(tokenizer: Tokenizer) -> None:
+def test_an_answer_generated_in_two_parts_has_the_text_and_the_tool_calls_of_both_parts(
+    tokenizer: Tokenizer,
+) -> None:
     answer = said_in(given_answers(tokenizer, 0, 1)._segments)[-1].message
     assert (answer["content"], answer["tool_calls"]) == ("01", ["call 0", "call 1"])
 
@@ -575,7 +587,7 @@ def test_an_answer_in_two_parts_has_the_text_and_the_calls_of_both(tokenizer: To
 @pytest.mark.parametrize(("keeps", "thoughts"), [(True, "kept"), (False, "gone")])
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("keep", [4, 5, 6])
-def test_a_question_drops_reasoning_that_leaves_also_from_a_part_or_a_rewritten_answer(
+def test_a_new_question_drops_earlier_reasoning_even_from_a_truncated_or_rewritten_answer(
     tokenizer: Tokenizer, keeps: bool, thoughts: str, is_cut: bool, keep: int
 ) -> None:
     """`keep` is before, within or behind what is there of the answer."""
@@ -600,7 +612,7 @@ def test_a_question_drops_reasoning_that_leaves_also_from_a_part_or_a_rewritten_
         ([(0, 5, None), (5, 8, "c")], [None, "c"]),
     ],
 )
-def test_the_text_of_raw_content_is_known_only_if_all_its_parts_are(
+def test_overlapping_parts_of_raw_content_have_a_joined_text_only_if_the_text_of_each_part_is_known(
     tokenizer: Tokenizer, parts: list[tuple[int, int, str | None]], texts: list[str | None]
 ) -> None:
     found = Conversation(tokenizer, DAY)
@@ -613,7 +625,7 @@ def test_the_text_of_raw_content_is_known_only_if_all_its_parts_are(
     ("num_kept", "num_new", "num_shared"),
     [(300, 0, 2), (300, 200, 2), (256, 200, 2), (255, 200, 1), (100, 200, 0), (0, 5, 0)],
 )
-def test_a_checkpoint_shares_only_segments_that_a_rewind_has_left(
+def test_a_checkpoint_after_a_rewind_reuses_only_the_stored_segments_before_the_rewind_position(
     num_kept: int, num_new: int, num_shared: int
 ) -> None:
     before = tuple(Segment("raw", at, at + 1, text="old") for at in range(300))

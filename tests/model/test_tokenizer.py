@@ -78,7 +78,7 @@ def llama(make: Callable[..., Tokenizer]) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", [text for text in [*SENTENCES, *MORE] if not text.startswith(" ")])
-def test_a_llama_tokenizer_gives_the_same_tokens_as_sentencepiece(
+def test_a_llama_tokenizer_from_gguf_gives_the_same_tokens_as_sentencepiece(
     llama: Tokenizer, sentencepiece_model: sentencepiece.SentencePieceProcessor, text: str
 ) -> None:
     expected = sentencepiece_model.encode(text)
@@ -86,7 +86,7 @@ def test_a_llama_tokenizer_gives_the_same_tokens_as_sentencepiece(
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, *MORE])
-def test_text_inside_a_session_is_tokenised_without_adding_or_losing_spaces(
+def test_text_after_the_start_of_a_session_is_tokenised_without_adding_or_losing_spaces(
     llama: Tokenizer, text: str
 ) -> None:
     tokens = llama.encode(text, at_start=False)
@@ -95,12 +95,14 @@ def test_text_inside_a_session_is_tokenised_without_adding_or_losing_spaces(
     assert "".join(map(stream.push, tokens)) + stream.finish() == text
 
 
-def test_no_leading_space_is_added_if_the_gguf_file_says_so(make: Callable[..., Tokenizer]) -> None:
+def test_no_leading_space_is_added_to_the_text_if_the_gguf_file_has_add_space_prefix_false(
+    make: Callable[..., Tokenizer],
+) -> None:
     tokenizer = make(tokenizer__ggml__add_space_prefix=False, tokenizer__ggml__add_bos_token=False)
     assert tokenizer.decode(tokenizer.encode("the cat", at_start=True)) == "the cat"
 
 
-def test_a_chat_appended_turn_by_turn_with_a_llama_tokenizer_has_the_text_of_the_full_render(
+def test_a_chat_appended_turn_by_turn_with_a_llama_tokenizer_has_the_text_of_the_full_rendering(
     make: Callable[..., Tokenizer],
 ) -> None:
     template = (
@@ -127,7 +129,9 @@ def test_a_chat_appended_turn_by_turn_with_a_llama_tokenizer_has_the_text_of_the
     assert tokens.count(1) == 1
 
 
-def test_a_sentencepiece_vocabulary_without_scores_is_refused(make: Callable[..., Tokenizer]) -> None:
+def test_a_gguf_file_with_a_sentencepiece_vocabulary_without_scores_is_refused(
+    make: Callable[..., Tokenizer],
+) -> None:
     with pytest.raises(ModelError, match="no score for every token"):
         make(tokenizer__ggml__scores=None)
 
@@ -139,7 +143,9 @@ def test_token_ids_beyond_the_vocabulary_decode_to_no_text(tokenizer: Tokenizer)
 
 
 @pytest.mark.model
-def test_end_tokens_are_collected_from_all_config_files(packaged_folder: Path, tmp_path: Path) -> None:
+def test_the_end_tokens_of_a_model_are_collected_from_all_its_config_files(
+    packaged_folder: Path, tmp_path: Path
+) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(packaged_folder / name, tmp_path)
     (tmp_path / "config.json").write_text(
@@ -167,7 +173,7 @@ def said_by(folder: Path, **more: Any) -> str:
     ("behind", "ends"),
     [("<|im_end|>", {2}), ("\n<|im_end|>\n<|im_start|>", {2}), ("!<|im_end|>", {0}), ("", {0})],
 )
-def test_a_templates_special_token_ends_answers_only_if_no_text_stands_between_content_and_token(
+def test_a_special_token_of_the_chat_template_ends_answers_only_if_it_directly_follows_the_content(
     tiny_model: Path, tmp_path: Path, behind: str, ends: set[int]
 ) -> None:
     template = "{% for m in messages %}{{ m.content }}" + behind + "{% endfor %}"
@@ -177,7 +183,7 @@ def test_a_templates_special_token_ends_answers_only_if_no_text_stands_between_c
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_a_chat_template_in_the_file_chat_template_json_is_used(
+def test_a_chat_template_in_the_file_chat_template_json_is_used_for_rendering(
     tiny_model: Path, tmp_path: Path, *, is_stored: bool
 ) -> None:
     folder = folder_with(tiny_model, tmp_path / "model")
@@ -193,7 +199,7 @@ TOOL_USE = "\n{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}{{ me
 
 
 @pytest.mark.parametrize("in_json", [False, True])
-def test_the_template_named_tool_use_renders_conversations_with_tools(
+def test_conversations_with_tools_are_rendered_by_the_chat_template_named_tool_use(
     tiny_model: Path, tmp_path: Path, *, in_json: bool
 ) -> None:
     named = [
@@ -208,7 +214,7 @@ def test_the_template_named_tool_use_renders_conversations_with_tools(
     assert Tokenizer.from_folder(folder).markup.renders_tools
 
 
-def test_a_model_with_several_templates_but_no_default_is_refused_with_their_names(
+def test_a_model_with_several_chat_templates_but_no_default_is_refused_with_the_template_names(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     named = [{"name": name, "template": CHAT_TEMPLATE} for name in ("rag", "tool_use")]
@@ -244,7 +250,9 @@ def expected(text: str, stop: list[str]) -> tuple[str, str | None]:
 
 @pytest.mark.model
 @given(tokens=RANDOM)
-def test_streamed_pieces_join_to_the_text_decoded_at_once(tokenizer: Tokenizer, tokens: list[int]) -> None:
+def test_the_streamed_text_of_random_tokens_equals_the_text_decoded_at_once(
+    tokenizer: Tokenizer, tokens: list[int]
+) -> None:
     whole = tokenizer._rust.decode(tokens, skip_special_tokens=False)
     assert tokenizer.decode(tokens) == whole
     assert "".join(pieces(tokenizer, tokens, [])[0]) == whole
@@ -252,14 +260,16 @@ def test_streamed_pieces_join_to_the_text_decoded_at_once(tokenizer: Tokenizer, 
 
 @pytest.mark.model
 @given(text=TEXTS)
-def test_any_text_survives_encoding_and_streaming_unchanged(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_that_is_tokenised_and_decoded_as_a_stream_is_unchanged(
+    tokenizer: Tokenizer, text: str
+) -> None:
     tokens = tokenizer.encode(text, at_start=False)
     assume(tokenizer.eos_ids.isdisjoint(tokens))
     assert "".join(pieces(tokenizer, tokens, [])[0]) == text
 
 
 @pytest.mark.parametrize("word", ["café", "Ã©", "naïf ça"])
-def test_an_added_word_whose_letters_are_also_byte_symbols_decodes_to_its_text(
+def test_an_added_token_whose_letters_are_also_byte_symbols_decodes_to_its_own_text(
     tiny_model: Path, word: str
 ) -> None:
     hf = AutoTokenizer.from_pretrained(tiny_model)
@@ -276,7 +286,7 @@ def test_an_added_word_whose_letters_are_also_byte_symbols_decodes_to_its_text(
     stop=st.lists(st.text("aab \n<|>é数🙂\u0301", min_size=1, max_size=4), max_size=6),
     cuts=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 6)), max_size=4),
 )
-def test_streamed_text_ends_before_the_stop_string_that_ends_first_however_tokens_divide_it(
+def test_streamed_text_ends_before_the_first_completed_stop_string_however_tokens_divide_the_text(
     tokenizer: Tokenizer, tokens: list[int] | str, stop: list[str], cuts: list[tuple[int, int]]
 ) -> None:
     ids = tokenizer.encode(tokens, at_start=False) if isinstance(tokens, str) else tokens
@@ -288,14 +298,16 @@ def test_streamed_text_ends_before_the_stop_string_that_ends_first_however_token
 
 
 @pytest.mark.model
-def test_only_text_that_may_become_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
+def test_streaming_holds_back_only_text_that_may_become_a_stop_string(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["\n\nUser"])
     sent = [stream.push(token) for char in "ab\n\nUsed" for token in tokenizer.encode(char, at_start=False)]
     assert sent == ["a", "b", "", "", "", "", "", "\n\nUsed"]
 
 
 @pytest.mark.model
-def test_a_character_is_sent_when_its_last_byte_arrives(tokenizer: Tokenizer) -> None:
+def test_a_character_of_several_tokens_is_streamed_when_the_token_with_its_last_byte_arrives(
+    tokenizer: Tokenizer,
+) -> None:
     tokens = tokenizer.encode("🫠", at_start=False)
     stream = TextStream(tokenizer)
     assert [stream.push(token) for token in tokens] == [""] * (len(tokens) - 1) + ["🫠"]
@@ -303,7 +315,9 @@ def test_a_character_is_sent_when_its_last_byte_arrives(tokenizer: Tokenizer) ->
 
 
 @pytest.mark.model
-def test_an_incomplete_character_at_the_end_becomes_one_replacement_character(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_at_the_end_of_an_answer_becomes_one_replacement_character(
+    tokenizer: Tokenizer,
+) -> None:
     stream = TextStream(tokenizer)
     assert stream.push(tokenizer.encode("🫠", at_start=False)[0]) == ""
     assert stream.finish() == "\ufffd"
@@ -311,7 +325,9 @@ def test_an_incomplete_character_at_the_end_becomes_one_replacement_character(to
 
 
 @pytest.mark.model
-def test_a_special_token_is_no_text_unless_it_is_a_marker_or_in_a_stop_string(tokenizer: Tokenizer) -> None:
+def test_the_text_of_a_special_token_is_streamed_only_if_it_is_a_marker_or_part_of_a_stop_string(
+    tokenizer: Tokenizer,
+) -> None:
     name = "<repo_name>"
     control, other = tokenizer.control_id(name), tokenizer.encode("a", at_start=False)[0]
     assert control is not None

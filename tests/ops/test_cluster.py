@@ -142,7 +142,7 @@ async def in_step(operator: Client, *streams: str, copies: int = 3) -> dict[str,
     return leaders
 
 
-async def test_an_answer_continues_when_the_nats_node_that_leads_the_log_dies(
+async def test_an_answer_continues_when_the_nats_cluster_node_that_leads_the_log_stream_dies(
     nodes: Nodes, local_worker: Any, endless_model: Path
 ) -> None:
     operator = await nodes.operator()
@@ -201,7 +201,7 @@ async def in_place(operator: Client) -> dict[str, str]:
     return found
 
 
-def test_cluster_routes_share_one_password_in_a_private_file_and_a_new_run_keeps_it(
+def test_nats_cluster_routes_share_one_password_in_a_private_file_and_a_second_run_keeps_the_password(
     tmp_path: Path,
 ) -> None:
     run(tmp_path, "acme", "--cluster", "n1.lan,n2.lan:7222,n3.lan")
@@ -227,14 +227,14 @@ def test_cluster_routes_share_one_password_in_a_private_file_and_a_new_run_keeps
 
 
 @pytest.mark.parametrize("hosts", ["n1", "n1,n2", "n1,n2,", "n1,n2,n3,n4", ""])
-def test_a_cluster_of_other_than_three_hosts_is_refused(tmp_path: Path, hosts: str) -> None:
+def test_a_nats_cluster_of_any_number_of_hosts_but_three_is_refused(tmp_path: Path, hosts: str) -> None:
     done = CliRunner().invoke(main, [str(tmp_path / "nats"), "acme", "--cluster", hosts])
     assert done.exit_code == 2
     assert "it must be three hosts, joined by commas" in done.output
     assert not (tmp_path / "nats").exists()
 
 
-async def test_every_nats_node_returns_a_log_entry_just_stored_but_not_one_just_deleted(
+async def test_every_nats_cluster_node_returns_a_log_entry_just_stored_and_not_an_entry_just_deleted(
     nodes: Nodes,
 ) -> None:
     """A plain direct get may be answered by any replica; here, about one answer in seven was out of date."""

@@ -173,7 +173,7 @@ async def opened(client: Client, **options: Any) -> AsyncIterator[Page]:
             yield page
 
 
-async def test_the_console_refuses_requests_without_its_token(local_worker: Start) -> None:
+async def test_the_web_console_refuses_requests_without_its_access_token(local_worker: Start) -> None:
     worker = await local_worker()
     async with serving(worker.client) as url, httpx2.AsyncClient(base_url=url) as http:
         for path in ("/main.js", "/api/workers", "/api/sessions", "/api/sessions/a", "/nothing"):
@@ -197,7 +197,7 @@ async def test_the_console_refuses_requests_without_its_token(local_worker: Star
             assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_the_console_refuses_foreign_host_names_and_requests_from_other_origins(
+async def test_the_web_console_refuses_foreign_host_names_and_requests_from_other_origins(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -218,7 +218,7 @@ async def test_the_console_refuses_foreign_host_names_and_requests_from_other_or
         assert await worker.client.log() == []
 
 
-async def test_one_console_shows_the_sessions_of_each_of_several_models_separately(
+async def test_the_web_console_shows_the_sessions_of_each_of_several_models_separately(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -238,7 +238,7 @@ async def test_one_console_shows_the_sessions_of_each_of_several_models_separate
             assert (await http.get("/of/p1/api/sessions")).status_code == 401
 
 
-async def test_a_read_only_console_refuses_every_action_but_still_exports_sessions(
+async def test_a_read_only_console_refuses_every_action_except_the_export_of_sessions(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -256,7 +256,7 @@ async def test_a_read_only_console_refuses_every_action_but_still_exports_sessio
     assert await worker.client.log() == before
 
 
-async def test_the_session_list_shows_first_words_states_and_costs_and_can_be_paged_searched_and_filtered(
+async def test_the_consoles_session_list_shows_first_words_states_and_costs_and_can_be_paged_and_filtered(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -294,7 +294,9 @@ async def test_the_session_list_shows_first_words_states_and_costs_and_can_be_pa
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
 
 
-async def test_a_long_conversation_is_paged_from_its_end(local_worker: Start) -> None:
+async def test_the_console_shows_a_long_conversation_in_pages_that_start_from_its_end(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     session = worker.client.session("long")
     for number in range(65):
@@ -317,7 +319,7 @@ async def test_a_long_conversation_is_paged_from_its_end(local_worker: Start) ->
     assert (await part(worker.client, "none", 3)) == ([], None)
 
 
-async def test_the_console_gets_the_position_at_which_another_answer_to_a_turn_would_begin(
+async def test_the_console_api_returns_for_each_turn_the_position_at_which_another_answer_would_begin(
     local_worker: Start,
 ) -> None:
     """Also the first turn of a page, and none after which the template has changed what was before it."""
@@ -339,7 +341,7 @@ async def test_the_console_gets_the_position_at_which_another_answer_to_a_turn_w
         assert len((await worker.client.session("v2").history()).turns) == 8
 
 
-def test_a_turn_shows_its_text_reasoning_tool_calls_and_costs_separately() -> None:
+def test_the_console_shows_text_reasoning_tool_calls_and_costs_of_a_turn_separately() -> None:
     call = Called(id="c", function=CalledFunction(name="f", arguments='{"a": 1}'))
     result = Generated(
         id="r",
@@ -414,7 +416,7 @@ async def test_the_console_forks_exports_closes_reopens_and_forgets_a_session(
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
 
 
-async def test_closing_a_session_with_a_running_answer_says_that_it_closes_after_the_answer(
+async def test_closing_a_session_in_the_console_during_an_answer_says_that_the_close_follows_the_answer(
     local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = (await local_worker(model=str(endless_model))).client
@@ -446,7 +448,9 @@ async def test_the_console_leaves_no_temporary_file_of_an_export_whatever_range_
     assert [*made.iterdir()] == []
 
 
-async def test_a_full_search_finds_words_anywhere_in_questions_and_answers(local_worker: Start) -> None:
+async def test_the_consoles_full_search_finds_words_anywhere_in_questions_and_answers(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     client = worker.client
     garden = client.session("garden")
@@ -479,13 +483,15 @@ async def test_a_full_search_finds_words_anywhere_in_questions_and_answers(local
         assert await found('"text"', whole=1) == ([], {})
 
 
-async def test_a_search_that_runs_out_of_time_says_that_it_is_incomplete(local_worker: Start) -> None:
+async def test_a_console_search_that_runs_out_of_time_reports_an_incomplete_result(
+    local_worker: Start,
+) -> None:
     client = (await local_worker()).client
     await client.session("a").append(text="abc")
     assert await searching.said(client, "abc", 0) == ({}, False)
 
 
-async def test_a_conversation_is_exported_as_markdown_and_as_json(local_worker: Start) -> None:
+async def test_the_console_exports_a_conversation_as_markdown_and_as_json(local_worker: Start) -> None:
     client = (await local_worker()).client
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     told = [
@@ -508,7 +514,7 @@ async def test_a_conversation_is_exported_as_markdown_and_as_json(local_worker: 
             assert answer.status_code == 404
 
 
-async def test_a_console_question_passes_on_its_options_and_another_answer_defaults_to_temperature_0_7(
+async def test_the_console_passes_sampling_options_on_and_asks_for_another_answer_with_temperature_0_7(
     local_worker: Start,
 ) -> None:
     client = (await local_worker()).client
@@ -541,7 +547,7 @@ async def test_requests_to_the_console_fail_at_once_while_nats_is_unreachable(
         assert (await page.get("workers"))["connected"] is False
 
 
-async def test_the_console_shows_at_once_that_no_worker_is_running(local_worker: Start) -> None:
+async def test_the_console_shows_at_once_that_the_worker_has_stopped(local_worker: Start) -> None:
     worker = await local_worker()
     async with opened(worker.client, live=Watched(5, "w1")) as page:
         told = await page.get("workers")
@@ -553,7 +559,9 @@ async def test_the_console_shows_at_once_that_no_worker_is_running(local_worker:
         assert (told["is_served"], told["workers"]["w1"]["up"]) == (False, False)
 
 
-async def test_the_console_lists_models_and_downloads_one_unless_it_is_read_only(local_worker: Start) -> None:
+async def test_the_console_lists_models_and_only_a_console_that_is_not_read_only_can_download_a_model(
+    local_worker: Start,
+) -> None:
     client = (await local_worker()).client
     async with opened(client) as page:
         assert [one["name"] for one in (await page.get("models"))["here"]] == ["a", "b", "c"]
@@ -571,7 +579,7 @@ async def test_the_console_lists_models_and_downloads_one_unless_it_is_read_only
     SHELF.pulled.clear()
 
 
-async def test_the_console_refuses_invalid_requests_and_they_change_nothing_in_the_log(
+async def test_invalid_requests_to_the_console_are_refused_and_change_nothing_in_the_log(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -606,7 +614,7 @@ async def test_the_console_refuses_invalid_requests_and_they_change_nothing_in_t
     assert await worker.client.log() == before
 
 
-async def test_chunks_streamed_by_the_console_equal_the_recorded_answer_and_a_repeated_id_runs_only_once(
+async def test_the_console_streams_the_chunks_of_the_logged_answer_and_runs_a_repeated_request_id_only_once(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -664,7 +672,7 @@ def told(active: str | None, progress: Progress | None, *, running: int = 1, wai
     )
 
 
-async def test_a_console_stream_without_tokens_says_what_the_answer_waits_for() -> None:
+async def test_the_console_stream_of_an_answer_without_tokens_so_far_says_what_the_answer_waits_for() -> None:
     asked = decode_request(encode({"type": "generate", "id": "q", "text": "x"}))
     progress = Progress(cached_tokens=512, context_tokens=9000, generated_tokens=0)
 
@@ -690,7 +698,7 @@ async def test_a_console_stream_without_tokens_says_what_the_answer_waits_for() 
     ]
 
 
-async def test_the_console_counts_the_tokens_of_a_long_message_and_says_why_it_exceeds_the_context(
+async def test_the_console_counts_the_tokens_of_a_typed_message_and_explains_an_exceeded_context(
     local_worker: Start,
 ) -> None:
     client = (await local_worker()).client
@@ -707,7 +715,7 @@ async def test_the_console_counts_the_tokens_of_a_long_message_and_says_why_it_e
         assert re.fullmatch(r"the session would hold \d+ tokens and \d+ new ones, the context is \d+", note)
 
 
-async def test_the_consoles_brief_list_has_one_row_for_a_conversation_and_its_variants(
+async def test_the_consoles_brief_session_list_has_one_row_for_a_conversation_and_its_variants(
     local_worker: Start,
 ) -> None:
     client = (await local_worker()).client
@@ -737,7 +745,7 @@ async def test_the_consoles_brief_list_has_one_row_for_a_conversation_and_its_va
         assert [one["said"][0]["text"] for one in (first, second)] == ["First?", "Third?"]
 
 
-async def test_the_console_limits_concurrent_streams_and_a_disconnected_reader_frees_one(
+async def test_the_console_limits_concurrent_answer_streams_and_frees_a_slot_when_a_reader_disconnects(
     local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -764,7 +772,9 @@ async def test_the_console_limits_concurrent_streams_and_a_disconnected_reader_f
         assert (await page.get("sessions/s"))["turns"][0]["note"] == "stopped"
 
 
-async def test_the_console_ends_a_stream_whose_client_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_console_ends_an_answer_stream_whose_client_does_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(question_api, "_SLOW_S", 0.05)
     left = asyncio.Event()
 
@@ -800,7 +810,7 @@ async def test_the_option_listen_refuses_an_invalid_address_and_shows_the_right_
 
 
 @pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
-async def test_the_option_listen_accepts_a_bare_port_and_uses_the_loopback_address(
+async def test_the_option_listen_with_a_bare_port_listens_on_the_loopback_address(
     name: str, nats_url: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -825,7 +835,7 @@ async def started(*arguments: object, **more: str) -> AsyncIterator[tuple[subpro
 
 
 @pytest.mark.packaging
-async def test_turnkeep_console_shows_the_workers_on_its_prefix_and_their_gateways_address(
+async def test_the_command_console_shows_the_workers_of_its_subject_prefix_and_their_gateways_address(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     port = free_port()
@@ -848,7 +858,7 @@ async def test_turnkeep_console_shows_the_workers_on_its_prefix_and_their_gatewa
     assert re.search(r"turnkeep launch --data-dir \S+$", place["launch"])
 
 
-def test_console_access_tokens_differ_by_tenant_and_derive_from_the_token_of_the_workers_own_server(
+def test_the_consoles_access_token_depends_on_the_tenant_and_on_the_token_of_the_workers_nats_server(
     tmp_path: Path,
 ) -> None:
     own, other = Settings(data_dir=tmp_path), Settings(data_dir=tmp_path, nats="nats://127.0.0.1:4222")
@@ -862,7 +872,7 @@ def test_console_access_tokens_differ_by_tenant_and_derive_from_the_token_of_the
     assert token_of(other, "a") != token_of(other, "a")
 
 
-async def test_console_open_serves_while_the_browser_blocks_and_keeps_the_token_out_of_its_arguments(
+async def test_the_console_with_open_serves_while_the_browser_runs_and_keeps_the_token_out_of_its_arguments(
     nats_url: str, tmp_path: Path
 ) -> None:
     browser, opened_, end = (tmp_path / name for name in ("browser", "opened", "end"))
@@ -880,7 +890,7 @@ async def test_console_open_serves_while_the_browser_blocks_and_keeps_the_token_
     end.touch()
 
 
-async def test_on_macos_the_option_open_opens_the_console_with_the_command_open(
+async def test_on_macos_the_option_open_of_the_console_runs_the_command_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = tmp_path / "opened"

@@ -39,7 +39,7 @@ def plain(node: Any) -> str:
     return node if isinstance(node, str) else "".join(map(plain, node[2:]))
 
 
-def test_markdown_is_rendered_as_a_tree_of_html_elements() -> None:
+def test_the_console_renders_markdown_as_a_tree_of_html_elements() -> None:
     text = """# Title
 **bold** *thin* ~~gone~~ `a<b` [out](https://a.example/?b) <https://c.example>
 
@@ -91,7 +91,7 @@ x = "s"  # why
         ("[ ] a", [["p", {}, "[ ] a"]]),
     ],
 )
-def test_items_of_a_task_list_in_markdown_begin_with_checkboxes(text: str, blocks: Any) -> None:
+def test_the_console_renders_items_of_a_markdown_task_list_with_checkboxes(text: str, blocks: Any) -> None:
     assert list(rendered(text)) == blocks
 
 
@@ -104,7 +104,7 @@ def test_items_of_a_task_list_in_markdown_begin_with_checkboxes(text: str, block
         ("javascript://a.b, xhttp://c.d, http://", []),
     ],
 )
-def test_bare_web_addresses_in_an_answer_become_links(text: str, links: list[str]) -> None:
+def test_the_console_turns_bare_web_addresses_in_an_answer_into_links(text: str, links: list[str]) -> None:
     assert re.findall(r'"a", {"href": "([^"]*)"}', json.dumps(rendered(text))) == links
     assert plain(["", {}, *rendered(text)]) == re.sub(r"[`*]|\[|\]\(.*\)", "", text)
 
@@ -147,11 +147,13 @@ HALF = ROW.format("<mfrac><mrow><mn>1</mn></mrow><mrow><mn>2</mn></mrow></mfrac>
         (f"${'x' * 4001}$", f"<p><code>{'x' * 4001}</code></p>"),
     ],
 )
-def test_supported_formulas_become_mathml_and_others_stay_text(text: str, shown: str) -> None:
+def test_the_console_renders_supported_latex_formulas_as_mathml_and_leaves_others_as_text(
+    text: str, shown: str
+) -> None:
     assert "".join(map(elements, rendered(text))) == shown
 
 
-def test_the_lines_of_aligned_equations_are_rows_and_a_boxed_answer_has_a_box() -> None:
+def test_the_console_renders_aligned_equations_as_rows_and_a_boxed_formula_with_a_box() -> None:
     (table,) = rendered("$$\n\\begin{aligned} a &= b \\\\ c &= d \\end{aligned}\n$$")
     assert elements(table).count("<mtr>") == 2
     assert "&" not in elements(table)
@@ -162,7 +164,9 @@ def test_the_lines_of_aligned_equations_are_rows_and_a_boxed_answer_has_a_box() 
 @pytest.mark.parametrize(
     "name", [r"\href{javascript:alert(1)}", r"\style{color:red}", r"\class{top}", r"\text"]
 )
-def test_a_formula_cannot_put_links_styles_or_markup_into_the_page(name: str) -> None:
+def test_a_latex_formula_in_an_answer_cannot_put_links_styles_or_markup_into_the_console_page(
+    name: str,
+) -> None:
     shown = rendered(f"${name}{{<script>alert(1)</script>&lt;img&gt;}}$")
     assert set(re.findall(r'"(\w+)": "', json.dumps(shown))) <= {"display", "stretchy", "fence", "form"}
     assert not {"script", "img", "a"} & set(_tags(shown))
@@ -184,7 +188,7 @@ def test_a_formula_cannot_put_links_styles_or_markup_into_the_page(name: str) ->
         "- <svg/onload=x>",
     ],
 )
-def test_html_tags_and_unsafe_links_in_markdown_are_not_rendered(text: str) -> None:
+def test_the_console_does_not_render_html_tags_and_unsafe_links_in_markdown(text: str) -> None:
     shown = json.dumps(rendered(text))
     assert '"a", {' not in shown
     assert not {"script", "img", "svg", "b"} & set(_tags(rendered(text)))
@@ -197,7 +201,7 @@ def _tags(nodes: Any) -> list[str]:
 
 @pytest.mark.parametrize("levels", [8, 15, 400])
 @pytest.mark.parametrize("mark", ["- ", "1. ", "> "])
-def test_markdown_is_rendered_without_loss_of_text_however_deep_it_is_nested(mark: str, levels: int) -> None:
+def test_the_console_renders_deeply_nested_markdown_without_loss_of_text(mark: str, levels: int) -> None:
     lines = [f"{' ' * len(mark) * at if mark != '> ' else mark * at}{mark}word{at}" for at in range(levels)]
     text = "\n".join(lines)
     growing = GrowingText()
@@ -208,7 +212,9 @@ def test_markdown_is_rendered_without_loss_of_text_however_deep_it_is_nested(mar
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=60), st.integers(1, 9))
-def test_markdown_parsed_piece_by_piece_equals_markdown_parsed_at_once(pieces: list[str], each: int) -> None:
+def test_the_console_parses_streamed_markdown_into_the_same_blocks_as_the_whole_text(
+    pieces: list[str], each: int
+) -> None:
     text, growing, blocks = "".join(pieces), GrowingText(), list[Any]()
     for at in range(0, len(text), each):
         growing.add(text[at : at + each])
@@ -219,7 +225,7 @@ def test_markdown_parsed_piece_by_piece_equals_markdown_parsed_at_once(pieces: l
     assert _tags(blocks) == _tags(rendered(text))
 
 
-def test_a_growing_answer_sends_only_the_blocks_that_changed() -> None:
+def test_the_console_sends_only_the_changed_markdown_blocks_of_a_growing_answer() -> None:
     growing = GrowingText()
     growing.add("a\n\nb\n\n```py\nx = 1\n")
     assert growing.take()[0] == 0
@@ -228,7 +234,7 @@ def test_a_growing_answer_sends_only_the_blocks_that_changed() -> None:
     assert (first, plain(["", {}, *changed])) == (2, "x = 1\ny = 2\n")
 
 
-def test_text_or_code_over_the_size_limit_is_shown_without_formatting(
+def test_the_console_shows_text_or_code_over_the_size_limit_without_formatting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(markdown, "_MAX_TEXT", 20)
@@ -241,7 +247,9 @@ def test_text_or_code_over_the_size_limit_is_shown_without_formatting(
 
 
 @pytest.mark.parametrize("language", ["", "nothing", "brainfuck", "PYTHON"])
-def test_highlighting_loses_no_code_and_colours_only_supported_languages(language: str) -> None:
+def test_the_consoles_syntax_highlighting_loses_no_code_and_colours_only_supported_languages(
+    language: str,
+) -> None:
     code = "def f():\n\treturn 'a'\n\n\n"
     assert "".join(map(plain, highlighted(code, language))) == code
     assert (len(highlighted(code, language)) > 1) == (language == "PYTHON")
@@ -252,7 +260,7 @@ PNG = png(1)
 DIGEST = sha256(PNG).hexdigest()
 
 
-async def test_the_console_shows_a_question_with_the_digests_by_which_the_files_of_its_images_are_served(
+async def test_the_console_api_returns_a_question_with_the_digests_under_which_it_serves_the_images(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -277,7 +285,9 @@ async def test_the_console_shows_a_question_with_the_digests_by_which_the_files_
         assert [one["begins"] for one in listed] == ["Which colour?"]
 
 
-async def test_a_fork_shows_the_images_of_the_turns_that_it_has_from_its_parent(local_worker: Start) -> None:
+async def test_the_console_shows_in_a_fork_the_images_of_the_turns_inherited_from_the_parent(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     async with opened(worker.client) as page:
         await page.post("a/ask", {"id": "one", "text": "?", "images": [b64encode(PNG).decode()]})
@@ -289,7 +299,9 @@ async def test_a_fork_shows_the_images_of_the_turns_that_it_has_from_its_parent(
         assert (await page.http.get(f"/api/sessions/b/images/{DIGEST}")).content == PNG
 
 
-async def test_the_console_refuses_a_bad_image_and_stores_nothing(local_worker: Start) -> None:
+async def test_the_console_refuses_a_question_with_a_bad_image_and_stores_nothing(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     async with opened(worker.client) as page:
         for wrong in ("", "not base64!", b64encode(b"a text").decode()):
@@ -298,7 +310,7 @@ async def test_the_console_refuses_a_bad_image_and_stores_nothing(local_worker: 
         assert not await worker.client.log("a")
 
 
-async def test_an_export_has_the_files_of_images_beside_its_markdown_and_as_urls_in_its_json(
+async def test_a_console_export_has_image_files_beside_its_markdown_and_image_urls_in_its_json(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -325,7 +337,7 @@ async def test_an_export_has_the_files_of_images_beside_its_markdown_and_as_urls
         (b"RIFF\0\0\0\0WEBP<script>", "image/webp"),
     ],
 )
-async def test_the_console_serves_each_image_as_an_image_whatever_else_is_in_its_file(
+async def test_the_console_serves_an_image_file_that_contains_html_with_an_image_content_type(
     local_worker: Start, file: bytes, kind: str
 ) -> None:
     worker = await local_worker()
@@ -335,7 +347,7 @@ async def test_the_console_serves_each_image_as_an_image_whatever_else_is_in_its
         assert (answer.headers["content-type"], answer.content) == (kind, file)
 
 
-async def test_the_costs_of_a_turn_include_the_tokens_of_its_images(
+async def test_the_console_includes_the_tokens_of_images_in_the_costs_of_a_turn(
     local_worker: Start, tmp_path: Path
 ) -> None:
     tiny_seeing.write("smolvlm", tmp_path / "model")
@@ -431,7 +443,7 @@ def test_the_console_shows_a_switch_at_each_message_where_variants_of_a_conversa
     assert variants(name, rows(forks), ()).at == at
 
 
-def test_the_session_list_shows_the_variants_of_a_conversation_as_one_row_with_its_first_words() -> None:
+def test_the_consoles_session_list_has_one_row_for_all_variants_of_a_conversation() -> None:
     there = rows({"a": None, "b": None, "a-v2": ("a", 7, True), "c": ("a", 7, False), "b-v2": None})
     shown = [(row.session, row.begins) for row in joined(there, there)]
     assert shown == [

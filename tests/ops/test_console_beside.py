@@ -50,7 +50,7 @@ async def console_of(worker: WorkerProcess) -> AsyncIterator[httpx2.AsyncClient]
         yield http
 
 
-async def test_the_console_switches_its_worker_to_another_model_and_sessions_continue(
+async def test_sessions_continue_after_the_console_has_switched_the_worker_to_another_model(
     worker_process: Callable[..., WorkerProcess], tiny_model: Path
 ) -> None:
     worker = worker_process("--console", str(free_port()))
@@ -94,7 +94,7 @@ async def test_the_console_switches_its_worker_to_another_model_and_sessions_con
         await worker.client(timeout_s=0)
 
 
-async def test_an_unloaded_model_is_loaded_by_its_next_request(
+async def test_a_model_unloaded_in_the_console_keeps_its_sessions_and_is_loaded_by_the_next_request(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker = worker_process("--console", str(free_port()), "--health", str(health := free_port()))
@@ -132,7 +132,7 @@ async def test_an_unloaded_model_is_loaded_by_its_next_request(
     assert not [one for one in family if one.is_running()]
 
 
-async def test_the_console_refuses_to_change_a_model_that_another_worker_serves_too(
+async def test_the_console_refuses_to_change_the_model_of_a_worker_if_another_worker_serves_the_model_too(
     worker_process: Callable[..., WorkerProcess],
     local_worker: Callable[..., Awaitable[LocalWorker]],
     tmp_path: Path,

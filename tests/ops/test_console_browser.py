@@ -58,7 +58,7 @@ async def recorded(client: Client, session: str) -> list[Generated]:
     return [one for one in results if isinstance(one, Generated)]
 
 
-async def test_a_chat_continues_after_its_worker_is_killed_and_can_be_forked_and_forgotten(
+async def test_in_the_browser_a_chat_continues_after_its_worker_is_killed_and_can_be_forked_and_forgotten(
     browser: Browser, worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:
     worker = worker_process(model=endless_model)
@@ -149,7 +149,7 @@ MARKDOWN = (
 )
 
 
-async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exported(
+async def test_in_the_browser_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exported(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -299,7 +299,7 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
             await asyncio.to_thread(then)
 
 
-async def test_scripts_in_names_and_messages_are_shown_as_text(
+async def test_the_console_page_shows_scripts_in_session_names_and_messages_as_text(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
     worker = await local_worker()
@@ -338,7 +338,7 @@ async def test_scripts_in_names_and_messages_are_shown_as_text(
         await asyncio.to_thread(look, url)
 
 
-async def test_the_console_page_says_when_worker_nats_or_console_is_down_and_recovers_by_itself(
+async def test_the_console_page_shows_an_outage_of_worker_nats_or_console_and_recovers_without_a_reload(
     browser: Browser, worker_process: Callable[..., WorkerProcess]
 ) -> None:
     worker = worker_process()  # so that its silence would be noticed late
@@ -379,7 +379,7 @@ async def test_the_console_page_says_when_worker_nats_or_console_is_down_and_rec
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_each_console_page_passes_accessibility_checks_and_its_controls_are_in_reach_of_the_keyboard(
+async def test_each_console_page_passes_accessibility_checks_and_is_operable_by_keyboard(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
 ) -> None:
     client = (await local_worker()).client
@@ -494,7 +494,7 @@ def a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed(browser: Browse
         a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed,
     ],
 )
-async def test_a_browser_user_can_download_a_model_chart_a_worker_and_use_dialogs_by_keyboard(
+async def test_in_the_browser_a_user_can_download_a_model_see_a_workers_chart_and_use_dialogs_by_keyboard(
     browser: Browser,
     local_worker: Callable[..., Awaitable[LocalWorker]],
     walk: Callable[[Browser, str], None],
@@ -514,7 +514,7 @@ async def test_a_browser_user_can_download_a_model_chart_a_worker_and_use_dialog
     SHELF.pulled.clear()
 
 
-async def test_the_console_takes_images_by_choice_paste_and_drop_and_enlarges_them_by_a_click(
+async def test_the_console_page_accepts_images_by_file_choice_paste_and_drop_and_enlarges_them_by_a_click(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     worker = await local_worker()

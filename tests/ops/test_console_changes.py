@@ -65,7 +65,7 @@ def choose(browser: Browser, words: str) -> None:
     browser.run(script, words)
 
 
-async def test_the_console_shows_all_turns_that_arrive_in_a_burst_and_drops_those_of_a_removed_session(
+async def test_the_console_page_shows_all_turns_that_arrive_in_a_burst_and_no_turns_of_a_removed_session(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -99,7 +99,7 @@ async def test_the_console_shows_all_turns_that_arrive_in_a_burst_and_drops_thos
     await walked(browser, client, walk)
 
 
-async def test_the_console_shows_the_end_of_an_answer_even_if_more_requests_wait_than_a_page_has(
+async def test_the_console_page_shows_the_end_of_an_answer_even_if_more_requests_wait_than_fit_on_a_page(
     browser: Browser, local_worker: Start, endless_model: Any
 ) -> None:
     client = (await local_worker(model=str(endless_model))).client
@@ -132,7 +132,7 @@ async def test_the_console_shows_the_end_of_an_answer_even_if_more_requests_wait
     await walked(browser, client, walk)
 
 
-async def test_the_menu_stays_open_while_an_answer_ends_and_delete_removes_a_session_with_a_running_answer(
+async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_delete_removes_a_running_session(
     browser: Browser, local_worker: Start, endless_model: Any
 ) -> None:
     client = (await local_worker(model=str(endless_model))).client
@@ -168,7 +168,7 @@ async def test_the_menu_stays_open_while_an_answer_ends_and_delete_removes_a_ses
     await walked(browser, client, walk)
 
 
-async def test_regenerate_picks_a_free_session_name_and_creates_no_session_if_its_options_are_invalid(
+async def test_the_consoles_regenerate_button_picks_a_free_session_name_and_refuses_invalid_options(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -195,7 +195,7 @@ async def test_regenerate_picks_a_free_session_name_and_creates_no_session_if_it
     await walked(browser, client, walk)
 
 
-async def test_a_double_click_on_regenerate_starts_only_one_new_answer(
+async def test_a_double_click_on_the_consoles_regenerate_button_starts_only_one_new_answer(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -216,7 +216,7 @@ async def test_a_double_click_on_regenerate_starts_only_one_new_answer(
     await walked(browser, client, walk)
 
 
-async def test_close_ends_a_variant_that_is_still_open_although_another_one_is_closed(
+async def test_the_consoles_close_button_closes_the_open_variant_if_another_variant_is_closed_already(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -238,7 +238,7 @@ async def test_close_ends_a_variant_that_is_still_open_although_another_one_is_c
     await walked(browser, client, walk)
 
 
-async def test_a_question_that_is_sent_late_does_not_take_the_user_back_from_another_page(
+async def test_a_slow_send_of_a_question_does_not_take_the_user_back_from_a_console_page_opened_meanwhile(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -262,7 +262,7 @@ async def test_a_question_that_is_sent_late_does_not_take_the_user_back_from_ano
     await walked(browser, client, walk)
 
 
-async def test_an_invalid_option_is_shown_and_focused_even_if_the_options_were_folded(
+async def test_in_the_console_page_an_invalid_folded_option_is_unfolded_and_focused_with_its_error(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -279,7 +279,7 @@ async def test_an_invalid_option_is_shown_and_focused_even_if_the_options_were_f
     await walked(browser, client, walk)
 
 
-async def test_the_session_list_keeps_its_focus_after_a_refresh_and_shows_no_page_behind_the_last(
+async def test_the_consoles_session_list_keeps_the_focus_on_refresh_and_leaves_a_page_that_became_empty(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -304,7 +304,7 @@ async def test_the_session_list_keeps_its_focus_after_a_refresh_and_shows_no_pag
     await walked(browser, client, walk)
 
 
-async def test_the_model_list_keeps_its_focus_while_a_download_goes_on(
+async def test_the_consoles_model_list_keeps_the_focus_while_a_download_makes_progress(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -323,7 +323,7 @@ async def test_the_model_list_keeps_its_focus_while_a_download_goes_on(
     await walked(browser, client, walk)
 
 
-async def test_a_page_whose_first_request_failed_recovers_with_its_message_field_once_the_console_answers(
+async def test_a_console_page_whose_first_request_failed_shows_the_message_field_once_the_console_answers(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -346,7 +346,7 @@ async def test_a_page_whose_first_request_failed_recovers_with_its_message_field
     await walked(browser, client, walk)
 
 
-async def test_the_token_count_disappears_if_the_current_message_cannot_be_counted(
+async def test_the_console_page_removes_the_token_count_if_the_current_message_cannot_be_counted(
     browser: Browser, local_worker: Start
 ) -> None:
     """It is of an earlier text; and the browser may have no place for the draft of the new one."""
@@ -367,7 +367,7 @@ async def test_the_token_count_disappears_if_the_current_message_cannot_be_count
     await walked(browser, client, walk)
 
 
-async def test_a_page_that_the_user_has_left_sends_no_requests_when_its_download_ends(
+async def test_a_console_page_that_the_user_has_left_sends_no_requests_when_its_model_download_ends(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -394,7 +394,7 @@ async def test_a_page_that_the_user_has_left_sends_no_requests_when_its_download
     await walked(browser, client, walk)
 
 
-async def test_a_refresh_of_the_conversation_list_leaves_the_focus_in_the_tree_of_forks(
+async def test_a_refresh_of_the_consoles_conversation_list_leaves_the_focus_in_the_tree_of_forks(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client

@@ -66,7 +66,7 @@ async def other(start: Start, folder: Path, **settings: Any) -> LocalWorker:
     return await start(prefix=f"other{folder.name}", data_dir=folder / "other", **settings)
 
 
-async def test_an_imported_session_continues_exactly_like_the_original(
+async def test_an_imported_session_gives_the_same_next_answer_as_the_original_session(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker, file = await exported(local_worker, tmp_path)
@@ -91,7 +91,7 @@ async def test_an_imported_session_continues_exactly_like_the_original(
     assert (await command("import", file, "--as", "copy", "--tenant", "b", *where(second))).returncode == 0
 
 
-async def test_only_one_of_two_concurrent_imports_under_one_name_is_stored(
+async def test_only_one_of_two_concurrent_session_imports_under_the_same_name_is_stored(
     local_worker: Start, tmp_path: Path
 ) -> None:
     """Both find the name unused. The second import must not add to or delete the entries of the first."""
@@ -105,7 +105,7 @@ async def test_only_one_of_two_concurrent_imports_under_one_name_is_stored(
     assert (await second.client.session("garden").info()).position == position
 
 
-async def test_a_session_with_over_a_thousand_log_entries_is_imported_whole_into_a_busy_log(
+async def test_a_session_of_more_than_a_thousand_log_entries_is_imported_completely_into_a_busy_log(
     local_worker: Start, tmp_path: Path
 ) -> None:
     sound(tmp_path, 600)
@@ -117,7 +117,7 @@ async def test_a_session_with_over_a_thousand_log_entries_is_imported_whole_into
     assert (await worker.client.stored.subjects("default", "garden"))[KEY] == {"in": 600, "out": 600}
 
 
-async def test_an_input_of_more_token_ids_than_one_log_message_can_hold_is_stored_and_copied_in_parts(
+async def test_a_request_with_more_token_ids_than_fit_one_log_message_is_stored_and_exported_in_parts(
     local_worker: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     tokens = [128 + (7 * i + i // 131) % 130 for i in range(7000)]  # two bytes each
@@ -136,7 +136,7 @@ async def test_an_input_of_more_token_ids_than_one_log_message_can_hold_is_store
     assert verified.returncode == 0, verified.stdout
 
 
-async def test_an_import_that_does_not_fit_in_the_log_stores_nothing(
+async def test_a_session_import_that_does_not_fit_into_the_log_stores_nothing(
     local_worker: Start, tmp_path: Path
 ) -> None:
     sound(tmp_path, 600)
@@ -149,7 +149,7 @@ async def test_an_import_that_does_not_fit_in_the_log_stores_nothing(
 
 
 @pytest.mark.parametrize("num_before", [0, 1])
-async def test_an_import_that_is_interrupted_while_the_server_stores_a_part_leaves_nothing(
+async def test_a_session_import_interrupted_while_the_nats_server_stores_a_part_leaves_nothing_in_the_log(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
 ) -> None:
     """The server may still be storing the last part when it is asked whether it has it, or to remove it."""
@@ -180,7 +180,7 @@ async def chatter(worker: LocalWorker) -> None:
         await worker.client.session("busy").append(tokens=[5])
 
 
-async def test_an_imported_session_restores_kv_that_cache_import_has_read_from_the_same_file(
+async def test_an_imported_session_restores_its_kv_after_cache_import_of_the_same_export_file(
     local_worker: Start, tmp_path: Path
 ) -> None:
     """Also between caches that are encrypted with different keys."""
@@ -204,7 +204,7 @@ async def test_an_imported_session_restores_kv_that_cache_import_has_read_from_t
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
-async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_that_has_only_full_kv(
+async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_that_so_far_has_only_full_kv(
     local_worker: Start, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
     wide = str(make_tiny_model(tmp_path / "wide", hidden_size=128))
@@ -226,7 +226,7 @@ async def continues_with_its_kv(worker: LocalWorker, file: Path) -> None:
     assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 3, "restored, not prefilled"
 
 
-async def test_importing_a_damaged_file_fails_with_one_line_and_stores_nothing(
+async def test_importing_a_damaged_session_file_fails_with_one_line_and_stores_nothing(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker, file = await exported(local_worker, tmp_path, "--kv")
@@ -254,7 +254,9 @@ async def test_importing_a_damaged_file_fails_with_one_line_and_stores_nothing(
     )
 
 
-async def test_replay_reads_a_session_from_an_exported_file(local_worker: Start, tmp_path: Path) -> None:
+async def test_the_command_replay_repeats_a_session_from_an_exported_file_with_the_same_results(
+    local_worker: Start, tmp_path: Path
+) -> None:
     worker, file = await exported(local_worker, tmp_path)
     await worker.client.session("garden").close(forget=True)
     done = await command("replay", "--file", file, "--speed", "max", *where(worker))
@@ -262,7 +264,9 @@ async def test_replay_reads_a_session_from_an_exported_file(local_worker: Start,
     assert "the same: 1 sessions, 2 requests" in done.stdout
 
 
-async def test_an_export_overwrites_a_file_only_with_force(local_worker: Start, tmp_path: Path) -> None:
+async def test_cache_export_overwrites_an_existing_file_only_with_the_option_force(
+    local_worker: Start, tmp_path: Path
+) -> None:
     worker = await local_worker()
     await worker.client.session("garden").append(tokens=[5])
     target = tmp_path / "precious"
@@ -413,15 +417,43 @@ REFUSED: list[tuple[Make, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "says"), REFUSED, ids=range(len(REFUSED)))
-def test_a_file_that_is_no_sound_export_is_refused_in_one_line(tmp_path: Path, make: Make, says: str) -> None:
+REFUSED_IDS = (
+    "sparse first file",
+    "huge first file",
+    "huge other file",
+    "symbolic link",
+    "hard link",
+    "extended header",
+    "manifest is a list",
+    "manifest is a number",
+    "manifest without fields",
+    "manifest nested too deep",
+    "manifest not UTF-8",
+    "manifest in UTF-16",
+    "format beyond floats",
+    "later format",
+    "another session name",
+    "another count",
+    "no checksum",
+    "line break in a header",
+    "time without zone",
+    "request nested too deep",
+    "unknown field",
+    "unknown field is named",
+)
+
+
+@pytest.mark.parametrize(("make", "says"), REFUSED, ids=REFUSED_IDS)
+def test_importing_a_file_that_is_not_a_valid_session_export_fails_with_the_reason_in_one_line(
+    tmp_path: Path, make: Make, says: str
+) -> None:
     with pytest.raises(session_file.CopyError) as refused:
         session_file.read(make(tmp_path))
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
-async def test_an_import_drops_result_headers_that_no_export_writes(
+async def test_a_session_import_drops_result_headers_that_no_export_writes(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -440,7 +472,7 @@ async def no_purge(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(("is_stored", "is_removed"), [(True, True), (False, True), (True, False)])
-async def test_an_import_whose_acknowledgement_is_lost_removes_what_it_stored_or_names_what_is_left(
+async def test_a_session_import_whose_nats_acknowledgement_is_lost_removes_or_names_the_stored_entries(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool, is_removed: bool
 ) -> None:
     """If nothing was stored, a session that another client has begun under this name stays."""

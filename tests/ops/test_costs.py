@@ -66,7 +66,7 @@ async def total(kept: SessionCosts, log: Log) -> Cost:
     return found
 
 
-async def test_session_costs_count_only_new_results_and_start_again_if_the_log_has_lost_entries(
+async def test_session_costs_are_updated_from_new_results_only_and_recomputed_if_the_log_lost_entries(
     log: Log,
 ) -> None:
     """A log that has lost its end gives the lost sequences to other entries."""

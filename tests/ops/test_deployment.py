@@ -63,19 +63,19 @@ def test_the_compose_file_is_valid_under_its_schema() -> None:
     check("check-jsonschema", "--builtin-schema", "vendor.compose-spec", "compose.yaml")
 
 
-def test_the_kubernetes_manifests_are_valid_under_their_schemas() -> None:
+def test_the_kubernetes_manifests_are_valid_under_the_kubernetes_schemas() -> None:
     check("kubernetes-validate", "--strict", "kubernetes.yaml")
 
 
 @pytest.mark.parametrize("unit", sorted(path.name for path in DEPLOY.glob("*.service")))
-def test_systemd_accepts_each_unit_file(unit: str, tmp_path: Path) -> None:
+def test_systemd_analyze_accepts_each_committed_unit_file(unit: str, tmp_path: Path) -> None:
     """This Python stands for the installed program in the files."""
     text = (DEPLOY / unit).read_text()
     (tmp_path / unit).write_text(text.replace("/opt/turnkeep/bin/turnkeep", sys.executable))
     check("systemd-analyze", "verify", "--man=no", f"./{unit}", cwd=tmp_path)
 
 
-def test_systemd_accepts_the_generated_unit_of_a_user(tmp_path: Path) -> None:
+def test_systemd_analyze_accepts_the_generated_user_unit(tmp_path: Path) -> None:
     (tmp_path / "turnkeep.service").write_text(
         units.unit([sys.executable, "serve", "--config", "/a b/c%d.toml"])
     )
@@ -88,7 +88,7 @@ def test_the_committed_systemd_and_launchd_files_equal_the_generated_ones() -> N
     assert {path: path.read_bytes() for path in units.example_files()} == units.example_files()
 
 
-def test_the_launchd_file_has_only_known_keys_with_values_of_the_right_type() -> None:
+def test_the_launchd_plist_has_only_known_keys_with_values_of_the_right_type() -> None:
     agent = plistlib.loads((DEPLOY / "turnkeep.plist").read_bytes())
     times = {"ThrottleInterval", "ExitTimeOut"}
     flags = {"RunAtLoad"}
@@ -99,7 +99,7 @@ def test_the_launchd_file_has_only_known_keys_with_values_of_the_right_type() ->
     assert agent["ProgramArguments"][1:] == ["serve", "--config", "/opt/turnkeep/turnkeep.toml"]
 
 
-def test_the_lock_files_have_all_packages_that_the_images_extras_and_build_need() -> None:
+def test_the_lock_files_contain_all_packages_that_container_images_extras_and_build_need() -> None:
     """dev.lock has all packages that the Dockerfile selects from it; with base.lock, none is missing."""
     (names,) = re.findall(r"\^\(([a-z0-9|-]+)\)==", (DEPLOY / "Dockerfile").read_text())
     lock = (ROOT / "requirements" / "dev.lock").read_text()
@@ -247,7 +247,7 @@ def test_the_kubernetes_probes_of_the_worker_use_its_health_port_and_paths() -> 
 
 
 @pytest.mark.process
-async def test_the_services_of_the_compose_file_become_healthy_and_serve_a_tenant(here: Here) -> None:
+async def test_all_services_of_the_compose_file_become_healthy_and_serve_a_tenant(here: Here) -> None:
     def checked(service: dict[str, Any]) -> list[str]:
         return list(service["healthcheck"]["test"][1:])
 
@@ -296,7 +296,7 @@ async def test_the_services_of_the_compose_file_become_healthy_and_serve_a_tenan
     assert await asyncio.to_thread(here.stop) == [143, 143, 0, 0, 0]
 
 
-def test_nats_accepts_the_configuration_that_the_command_in_the_kubernetes_manifest_makes(
+def test_the_nats_server_accepts_the_configuration_that_the_kubernetes_manifest_generates(
     tmp_path: Path,
 ) -> None:
     """`nats-server -t` only checks the configuration; tests/ops/test_cluster.py runs three such nodes."""

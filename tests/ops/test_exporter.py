@@ -76,7 +76,7 @@ def shown(message: Metrics) -> Samples:
     return samples(page(fleet))
 
 
-def test_every_field_of_the_metrics_message_is_exported() -> None:
+def test_the_exporter_exports_every_field_of_a_workers_metrics_message() -> None:
     exported = {path for _, path, _ in FIGURES}
     fields = {*Metrics.__struct_fields__} - LABELS
     fields |= {f"snapshots.{name}" for name in SnapshotCounters.__struct_fields__}
@@ -85,7 +85,7 @@ def test_every_field_of_the_metrics_message_is_exported() -> None:
 
 
 @pytest.mark.parametrize("field", Totals.__struct_fields__)
-def test_each_field_of_totals_appears_in_the_metrics_message_and_in_prometheus(
+def test_each_counter_of_the_worker_totals_appears_in_the_metrics_message_and_in_prometheus(
     field: str,
 ) -> None:
     telemetry = Telemetry()
@@ -95,7 +95,7 @@ def test_each_field_of_totals_appears_in_the_metrics_message_and_in_prometheus(
     assert found[key(name + ("_total" if figure.kind == "counter" else ""))] == 7
 
 
-def test_metrics_by_tenant_are_exported_only_if_a_worker_sends_them() -> None:
+def test_the_exporter_exports_metrics_by_tenant_only_if_a_worker_sends_them() -> None:
     assert not [name for name, _ in shown(metrics("w1")) if name.startswith("turnkeep_tenant")]
     figures = TenantFigures(
         requests={"acme": {"ok": 3, "overloaded": 1}, "_other": {"ok": 7}},
@@ -118,7 +118,7 @@ def test_exported_metrics_have_labels_for_the_worker_and_for_the_outcome_or_reas
     assert found[key("worker_info", version="0.1.0")] == 1
 
 
-def test_histogram_buckets_are_cumulative_and_end_with_the_count() -> None:
+def test_exported_histogram_buckets_are_cumulative_and_end_with_the_total_count() -> None:
     found = shown(metrics("w1"))
     name = "time_to_first_token_seconds"
     assert [found[key(f"{name}_bucket", le=le)] for le in ("0.1", "1.0", "+Inf")] == [1, 3, 3]
@@ -131,12 +131,12 @@ def test_the_metrics_page_leaves_out_a_histogram_that_a_worker_does_not_send() -
     assert key("queue_time_seconds_count") not in shown(structs.replace(metrics("w1"), queue_time=UNSET))
 
 
-def test_a_histogram_with_missing_buckets_does_not_break_the_metrics_page() -> None:
+def test_the_metrics_page_is_served_even_if_a_worker_sends_a_histogram_with_missing_buckets() -> None:
     forged = Histogram(bounds=(1.0, 2.0), counts=(), sum=0.0, count=7)
     assert shown(structs.replace(metrics("w1"), batch_size=forged))[key("batch_size_count")] == 7
 
 
-def test_a_silent_worker_is_exported_as_down_then_removed_while_others_stay() -> None:
+def test_the_exporter_reports_a_silent_worker_as_down_and_later_removes_it_while_others_stay() -> None:
     clock = Clock()
     fleet = Fleet(60, clock)
     fleet.hear(structs.replace(metrics("w1"), interval_s=2.0))
@@ -162,7 +162,7 @@ def test_a_worker_that_returns_with_another_model_is_exported_only_under_that_mo
     assert found[key("up", model="large")] == 1
 
 
-def test_promtool_finds_no_fault_in_metric_names_types_and_help_texts() -> None:
+def test_promtool_finds_no_fault_in_the_exported_metric_names_types_and_help_texts() -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed; Debian's package prometheus has it")
     fleet = Fleet(60)
@@ -235,7 +235,7 @@ def exporter() -> Iterator[Callable[..., Exporter]]:
     assert [one.stop() for one in started] == [143] * len(started)
 
 
-async def test_the_exporter_reports_that_nats_is_down_and_reconnects(
+async def test_the_exporter_reports_that_nats_is_down_and_recovers_when_nats_is_back(
     exporter: Callable[..., Exporter], tmp_path: Path
 ) -> None:
     server = NatsServer(tmp_path / "js")

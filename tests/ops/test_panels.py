@@ -34,7 +34,7 @@ def figure(rule: dict[str, Any]) -> str:
     return re.sub(r"^absent\((.*)\)$| (?:==|>) [\d.]+$", r"\1", rule["expr"])
 
 
-def test_dashboard_panels_have_distinct_positions_and_alerts_have_distinct_names() -> None:
+def test_grafana_panels_have_distinct_positions_and_prometheus_alerts_have_distinct_names() -> None:
     places = [panel["gridPos"] for panel in PANELS]
     assert len({(place["x"], place["y"]) for place in places}) == len(PANELS)
     assert max(place["x"] + place["w"] for place in places) == 24
@@ -95,7 +95,7 @@ def check_rules(folder: Path, tests: list[dict[str, Any]]) -> None:
 
 
 @needs_promtool
-def test_every_query_of_every_panel_and_alert_returns_data(tmp_path: Path) -> None:
+def test_every_query_of_every_dashboard_panel_and_alert_returns_data(tmp_path: Path) -> None:
     queries = [figure(rule) for rule in RULES]
     queries += [target["expr"] for panel in PANELS for target in panel["targets"]]
     queries = [one.replace("$worker", ".+").replace("$__rate_interval", "5m") for one in queries]
@@ -119,7 +119,7 @@ def exported() -> set[str]:
 
 
 @needs_promtool
-def test_each_alert_fires_when_its_fault_occurs_and_for_no_healthy_worker(tmp_path: Path) -> None:
+def test_each_prometheus_alert_fires_when_its_fault_occurs_and_for_no_healthy_worker(tmp_path: Path) -> None:
     def series(name: str, values: str, **labels: str) -> dict[str, str]:
         shown = ",".join(f'{label}="{value}"' for label, value in labels.items())
         return {"series": f"turnkeep_{name}{{{shown}}}", "values": values}

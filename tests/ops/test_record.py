@@ -46,7 +46,7 @@ def appended(seq: int, **more: Any) -> dict[str, Any]:
     return {"type": "appended", "id": "x", "seq": seq, "position": 1, **SIZES, **more}
 
 
-def test_a_replay_leaves_out_requests_that_changed_nothing_and_keeps_the_timing_of_the_others() -> None:
+def test_the_command_replay_leaves_out_requests_without_effect_and_keeps_the_timing_of_the_others() -> None:
     record = record_of(
         entry(1, "in", APPEND, 10),
         entry(2, "in", {**APPEND, "id": "b", "expect_position": 3}, 11),
@@ -69,7 +69,7 @@ def test_a_replay_leaves_out_requests_that_changed_nothing_and_keeps_the_timing_
     assert record.begin == first[0].asked.stored
 
 
-def test_a_replay_leaves_out_an_empty_cancelled_answer_but_keeps_one_with_max_tokens_0() -> None:
+def test_the_command_replay_leaves_out_an_empty_cancelled_answer_but_repeats_one_with_max_tokens_0() -> None:
     generated = {"type": "generated", "id": "x", "position": 1, "text": "", "tokens": [], "kv_live_bytes": 1}
     counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS}
     said = generated | counts
@@ -84,7 +84,7 @@ def test_a_replay_leaves_out_an_empty_cancelled_answer_but_keeps_one_with_max_to
     assert [one.request.id for one in kept] == ["length"]
 
 
-def test_a_replay_leaves_out_a_forgotten_session_and_repeats_no_close_that_forgets() -> None:
+def test_the_command_replay_leaves_out_forgotten_sessions_and_close_requests_with_forget() -> None:
     close = {"type": "close", "forget": True}
     closed = {"type": "closed", "id": "x", "position": 1}
     record = record_of(
@@ -104,7 +104,7 @@ def test_a_replay_leaves_out_a_forgotten_session_and_repeats_no_close_that_forge
     assert [getattr(one.request, "forget", None) for one in kept] == [None, False, None]
 
 
-def test_a_time_range_selects_sessions_that_began_within_it_and_their_entries_before_its_end() -> None:
+def test_the_time_range_of_a_replay_selects_sessions_begun_within_it_and_entries_before_its_end() -> None:
     log = paired(KEY, [entry(seq, "in", APPEND, at_s) for seq, at_s in ((1, 0), (2, 5), (3, 9))])
     first, second, third = (one.entry.stored for one in log.asked)
     assert [one.entry.seq for one in within(log, None, None).asked] == [1, 2, 3]
@@ -143,7 +143,7 @@ def difference(*, was: Any = None, now: Any = None, told: dict[str, Any] | None 
 OTHER_TOKEN = {"tokens": [1, 3], "text": "ac"}
 
 
-def test_the_first_difference_of_a_replay_names_its_session_request_token_and_both_texts() -> None:
+def test_the_first_difference_of_a_replay_is_reported_with_session_request_token_and_both_texts() -> None:
     assert difference() is None
     found = difference(told=OTHER_TOKEN)
     assert found is not None
@@ -192,7 +192,7 @@ def test_the_first_difference_of_a_replay_names_its_session_request_token_and_bo
         ({}, {}, {**REFUSED, "code": "internal", "message": "no"}, "the replaying worker: internal: no"),
     ],
 )
-def test_the_likely_cause_of_a_difference_in_a_replay_is_derived_from_the_two_results(
+def test_the_likely_cause_of_a_replay_difference_is_derived_from_the_recorded_and_the_new_result(
     was: Any, now: Any, told: Any, cause: str
 ) -> None:
     found = difference(was=was, now=now, told=told)
@@ -200,21 +200,23 @@ def test_the_likely_cause_of_a_difference_in_a_replay_is_derived_from_the_two_re
     assert found.cause.startswith(cause), found.cause
 
 
-def test_a_replayed_request_without_a_result_counts_as_a_difference() -> None:
+def test_a_replayed_request_without_a_result_is_reported_as_a_difference() -> None:
     (one,) = paired(KEY, [entry(1, "in", APPEND), entry(2, "out", appended(1))]).exchanges
     found = first_difference("s", [one], {}, {"a": "no result within 3 s"})
     assert found is not None
     assert found.cause == "the replaying worker: no result within 3 s"
 
 
-def test_the_first_unequal_token_is_found_even_if_one_answer_is_shorter() -> None:
+def test_the_first_unequal_token_of_a_replayed_answer_is_found_even_if_one_answer_is_shorter() -> None:
     assert first_unequal((1, 2, 3), (1, 2, 3)) is None
     assert first_unequal((1, 2, 3), (1, 9, 3)) == 1
     assert first_unequal((1, 2, 3), (1, 2)) == 2
 
 
 @pytest.mark.parametrize("end", ["cancelled", "expired", "model_changed", "given_up"])
-def test_an_answer_that_was_ended_early_is_replayed_with_its_recorded_number_of_tokens(end: str) -> None:
+def test_a_replayed_answer_whose_original_ended_early_is_limited_to_the_recorded_number_of_tokens(
+    end: str,
+) -> None:
     generated = {"type": "generated", "id": "x", "seq": 1, "position": 3, "text": "ab", "tokens": [1, 2]}
     counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS, "kv_live_bytes": 1}
     asked = entry(1, "in", {**GENERATE, "id": "x", "max_tokens": 90})
@@ -265,7 +267,7 @@ async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions
             await asyncio.sleep(0.05)
 
 
-async def test_a_replay_shows_the_first_difference_with_its_likely_cause(
+async def test_a_replay_with_a_changed_chat_template_prints_the_first_difference_and_its_likely_cause(
     local_worker: Start, tmp_path: Path, tiny_model: Path
 ) -> None:
     changed = tmp_path / "copy" / tiny_model.name
@@ -285,7 +287,9 @@ async def test_a_replay_shows_the_first_difference_with_its_likely_cause(
     assert cause.strip().startswith(told)
 
 
-async def test_a_replay_that_is_impossible_fails_with_one_line_that_says_why(local_worker: Start) -> None:
+async def test_the_command_replay_of_something_that_cannot_be_replayed_fails_with_the_reason_in_one_line(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     await converse(worker)
     for options, says in (

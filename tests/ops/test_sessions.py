@@ -53,7 +53,7 @@ async def filled(start: Start) -> LocalWorker:
     return worker
 
 
-async def test_sessions_are_listed_with_their_state_position_worker_model_and_entries(
+async def test_the_command_sessions_lists_state_position_worker_model_and_entry_count_of_each_session(
     local_worker: Start,
 ) -> None:
     worker = await filled(local_worker)
@@ -75,7 +75,7 @@ async def test_sessions_are_listed_with_their_state_position_worker_model_and_en
     assert shown.stdout.splitlines()[-1] == last
 
 
-async def test_the_list_of_sessions_does_not_change_when_their_answered_requests_leave_the_log(
+async def test_the_command_sessions_prints_the_same_list_after_answered_requests_are_removed_from_the_log(
     local_worker: Start,
 ) -> None:
     worker = await filled(local_worker)
@@ -89,7 +89,7 @@ async def test_the_list_of_sessions_does_not_change_when_their_answered_requests
     await raw.close()
 
 
-async def test_a_session_is_listed_as_waiting_if_a_request_before_a_cancelled_one_has_no_result(
+async def test_a_session_is_listed_as_waiting_if_a_request_before_a_cancelled_request_has_no_result(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -105,7 +105,7 @@ async def test_a_session_is_listed_as_waiting_if_a_request_before_a_cancelled_on
     await raw.close()
 
 
-async def test_a_session_that_was_closed_and_opened_again_is_listed_with_its_new_tags_and_words(
+async def test_the_command_sessions_lists_a_reopened_session_with_its_new_tags_and_first_words(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -144,7 +144,7 @@ async def test_the_command_sessions_filters_and_sorts_its_list(local_worker: Sta
     assert largest["size_bytes"] > others[0]["size_bytes"] > 200
 
 
-async def test_a_session_of_any_tenant_with_an_answer_in_progress_is_listed_as_running(
+async def test_the_command_sessions_lists_a_session_of_any_tenant_with_an_answer_in_progress_as_running(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -162,7 +162,7 @@ async def test_a_session_of_any_tenant_with_an_answer_in_progress_is_listed_as_r
         assert "waiting (2)" in (await command("sessions", *where(worker))).stdout
 
 
-async def test_more_sessions_than_fit_in_one_reply_of_the_nats_server_are_all_listed(
+async def test_all_sessions_are_listed_even_if_more_exist_than_fit_in_one_reply_of_the_nats_server(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -185,12 +185,14 @@ async def test_more_sessions_than_fit_in_one_reply_of_the_nats_server_are_all_li
     assert {row.session: row.position for row in rows} == {f"s{i}": i for i in range(2100)} | {"first": 1}
 
 
-async def test_the_command_sessions_prints_an_empty_list_if_no_worker_has_made_a_log(nats_url: str) -> None:
+async def test_the_command_sessions_prints_an_empty_list_if_no_worker_has_created_a_log(
+    nats_url: str,
+) -> None:
     done = await command("sessions", "--nats", nats_url, "--prefix", "none")
     assert (done.returncode, done.stdout) == (0, "0 of 0 sessions\n"), done.stderr
 
 
-async def test_show_prints_the_tool_call_of_an_answer(local_worker: Start) -> None:
+async def test_the_command_show_prints_the_tool_call_of_an_answer(local_worker: Start) -> None:
     worker = await local_worker()
     sky = {"properties": {"sky": {"const": "blue"}}, "required": ["sky"], "additionalProperties": False}
     await worker.client.session("garden").generate(
@@ -204,7 +206,7 @@ async def test_show_prints_the_tool_call_of_an_answer(local_worker: Start) -> No
     assert re.search(r'^  assistant\n    look\(\{\s*"sky"\s*:\s*"blue"\s*\}\)\n', done.stdout, re.MULTILINE)
 
 
-async def test_show_prints_each_request_of_a_conversation_with_its_result_and_cost(
+async def test_the_command_show_prints_each_request_of_a_conversation_with_its_result_and_cost(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -248,7 +250,7 @@ async def test_show_prints_each_request_of_a_conversation_with_its_result_and_co
         (Model(name="small", weights="2", tokenizer="2"), "by small, after small with another tokenizer"),
     ],
 )
-def test_show_says_what_differs_after_a_change_between_two_models_of_the_same_name(
+def test_the_command_show_says_whether_name_weights_or_tokenizer_of_the_model_changed_in_a_session(
     before: Model | None, says: str
 ) -> None:
     result = Appended(
@@ -285,7 +287,9 @@ def indented(text: str) -> str:
     return "".join(f"    {line}\n" for line in printable(text).splitlines())
 
 
-async def test_show_tree_sessions_and_info_display_forks_with_their_parents(local_worker: Start) -> None:
+async def test_the_commands_show_tree_sessions_and_info_print_forks_with_their_parents(
+    local_worker: Start,
+) -> None:
     worker = await family(local_worker)
     position = (await worker.client.session("red").info()).position
     end = (await worker.client.session("garden").info()).position
@@ -325,7 +329,7 @@ async def test_show_tree_sessions_and_info_display_forks_with_their_parents(loca
     assert f"garden at position {position}" in info
 
 
-async def test_a_fork_that_is_impossible_fails_and_says_why(local_worker: Start) -> None:
+async def test_the_command_fork_fails_with_the_reason_if_the_fork_is_impossible(local_worker: Start) -> None:
     worker = await family(local_worker)
     for asked, says in [
         (("nobody", "x"), "there is no session nobody; see turnkeep sessions"),
@@ -341,7 +345,7 @@ async def test_a_fork_that_is_impossible_fails_and_says_why(local_worker: Start)
     assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
 
 
-async def test_an_exported_fork_continues_in_another_log_with_its_inherited_conversation(
+async def test_an_exported_fork_can_be_imported_into_another_log_and_continues_its_inherited_conversation(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await family(local_worker)
@@ -360,7 +364,7 @@ async def test_an_exported_fork_continues_in_another_log_with_its_inherited_conv
 
 
 @pytest.mark.parametrize("of", ["its parent", "its parent, imported later", "another session"])
-async def test_an_imported_fork_shows_the_turns_of_its_parent_and_none_of_another_session_of_that_name(
+async def test_an_imported_fork_shows_the_turns_of_its_parent_and_not_of_another_session_of_the_same_name(
     local_worker: Start, tmp_path: Path, of: str
 ) -> None:
     worker = await family(local_worker)
@@ -400,14 +404,14 @@ async def test_reading_the_history_of_imported_sessions_that_name_each_other_as_
         assert (await second.client.session("chat").history()).turns == ()
 
 
-def test_sessions_forked_from_each_other_in_a_circle_are_shown_once() -> None:
+def test_imported_sessions_that_name_each_other_as_parents_are_shown_once_in_the_tree() -> None:
     """This happens if a session is ended, and a new one of its name is made as a fork of its fork."""
     assert [
         [part.session for part in one] for one in trees([row("a", "b"), row("b", "a"), row("c", "b")])
     ] == [["a", "b", "c"]]
 
 
-def test_a_tree_of_more_fork_levels_than_can_be_shown_is_refused_in_one_line() -> None:
+def test_the_command_show_tree_refuses_a_tree_with_too_many_fork_levels_in_one_line() -> None:
     with pytest.raises(TurnkeepError, match="too many levels deep"):
         trees([row(f"s{number}", f"s{number - 1}") for number in range(5000)])
 
@@ -451,7 +455,7 @@ async def given_up(bitten: LocalWorker) -> list[dict[str, Any]]:
     return found
 
 
-async def test_the_command_dead_lists_a_request_that_was_given_up_and_shows_its_text(
+async def test_the_command_dead_lists_a_given_up_request_and_shows_its_text(
     bitten: LocalWorker,
 ) -> None:
     (letter,) = await given_up(bitten)
@@ -467,7 +471,7 @@ async def test_the_command_dead_lists_a_request_that_was_given_up_and_shows_its_
     assert "1 dead" in (await command("sessions", *where(bitten))).stdout
 
 
-async def test_a_retry_keeps_the_dead_letter_since_a_power_cut_may_lose_the_new_request(
+async def test_a_retried_dead_letter_is_kept_and_can_be_retried_again_if_the_first_retry_was_lost(
     bitten: LocalWorker,
 ) -> None:
     """So the request can be sent once more; by mistake it is not."""
@@ -483,7 +487,7 @@ async def test_a_retry_keeps_the_dead_letter_since_a_power_cut_may_lose_the_new_
     assert (await dead(bitten, "retry", "s", "bad")).returncode == 0
 
 
-async def test_a_retry_without_the_option_anyway_is_refused_if_the_sessions_position_has_changed(
+async def test_a_dead_letter_whose_session_has_moved_on_is_retried_only_with_the_option_anyway(
     bitten: LocalWorker,
 ) -> None:
     await bitten.client.session("s").append(tokens=[5])

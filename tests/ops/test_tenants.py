@@ -110,7 +110,9 @@ async def mirrored(client: Client, num_entries: int) -> list[str]:
     return found
 
 
-async def test_two_tenants_can_use_one_session_name_and_each_reads_only_its_own_log(server: Server) -> None:
+async def test_two_tenants_can_use_the_same_session_name_and_each_reads_only_its_own_log(
+    server: Server,
+) -> None:
     told = {}
     for tenant in ("acme", "beta"):
         seed = server.seed(f"{tenant}.client")
@@ -126,7 +128,7 @@ async def test_two_tenants_can_use_one_session_name_and_each_reads_only_its_own_
         await raw.close()
 
 
-async def test_a_gateway_in_a_tenants_account_is_healthy_and_answers(
+async def test_a_gateway_that_logs_in_to_a_tenants_nats_account_is_healthy_and_answers(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "API_S", 600)  # it asks first for the log's sessions, and is denied at once
@@ -157,7 +159,7 @@ async def unrefused(client: Client, heard: list[str], publish: list[str], subscr
     return [one for one in (*publish, *subscribe) if f'"{one.lower()}"' not in refused]
 
 
-async def test_a_tenant_can_neither_publish_as_other_tenants_nor_receive_their_messages(
+async def test_a_tenants_nats_user_can_neither_publish_as_other_tenants_nor_receive_their_messages(
     server: Server,
 ) -> None:
     refused: list[str] = []
@@ -216,7 +218,7 @@ async def test_a_forged_reply_subject_cannot_write_into_another_tenants_account(
     await beta.close()
 
 
-async def test_the_metrics_user_sees_the_workers_metrics_and_the_backlog(
+async def test_the_nats_user_for_metrics_receives_the_workers_metrics_and_the_backlog(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turnkeep_client.client, "METRICS_S", 600)  # asking the worker is denied at once
@@ -230,7 +232,7 @@ async def test_the_metrics_user_sees_the_workers_metrics_and_the_backlog(
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
-async def test_the_metrics_user_may_neither_publish_nor_subscribe_to_anything_but_its_few_allowed_subjects(
+async def test_the_nats_user_for_metrics_can_publish_and_subscribe_only_to_its_few_allowed_subjects(
     server: Server,
 ) -> None:
     refused: list[str] = []
@@ -263,7 +265,7 @@ async def reloaded(server: Server, *arguments: str) -> None:
     await until(lambda: "Reloaded server configuration" in server.log.read_text())
 
 
-async def test_a_tenant_out_of_connections_is_refused_at_once_and_other_tenants_still_connect(
+async def test_a_tenant_at_its_connection_limit_is_refused_at_once_and_other_tenants_still_connect(
     server: Server,
 ) -> None:
     await reloaded(server, "--max-connections", "2")
@@ -283,7 +285,7 @@ async def test_a_tenant_out_of_connections_is_refused_at_once_and_other_tenants_
     await held.pop().close()
 
 
-async def test_making_a_mirror_larger_than_its_account_allows_fails_and_names_the_mirror(
+async def test_creating_a_log_mirror_larger_than_its_nats_account_allows_fails_and_names_the_mirror(
     server: Server,
 ) -> None:
     await reloaded(server, "--max-mib", "1")
@@ -294,7 +296,7 @@ async def test_making_a_mirror_larger_than_its_account_allows_fails_and_names_th
     assert "storage" in done.output
 
 
-async def test_a_key_rotation_refuses_the_old_key_and_keeps_all_data_under_the_new_one(
+async def test_after_a_key_rotation_the_old_tenant_key_is_refused_and_the_new_key_reads_all_data(
     server: Server,
 ) -> None:
     old = server.folder / "acme.old.nk"
@@ -325,7 +327,7 @@ async def test_a_key_rotation_refuses_the_old_key_and_keeps_all_data_under_the_n
     await beta.close()
 
 
-def test_a_key_rotation_changes_only_that_tenants_key_and_refuses_an_unknown_tenant(tmp_path: Path) -> None:
+def test_rotating_a_tenants_key_changes_no_other_key_and_fails_for_an_unknown_tenant(tmp_path: Path) -> None:
     run(tmp_path, "acme", "beta")
     kept = {path.name: path.read_bytes() for path in tmp_path.glob("*.nk")}
     done = CliRunner().invoke(main, [str(tmp_path), "--rotate", "gamma"])
@@ -336,7 +338,9 @@ def test_a_key_rotation_changes_only_that_tenants_key_and_refuses_an_unknown_ten
     assert stat.S_IMODE((tmp_path / "acme.client.nk").stat().st_mode) == 0o600
 
 
-def test_key_seeds_are_readable_by_their_owner_only_and_kept_when_a_tenant_is_added(tmp_path: Path) -> None:
+def test_tenant_key_seeds_are_readable_only_by_their_owner_and_kept_when_a_tenant_is_added(
+    tmp_path: Path,
+) -> None:
     run(tmp_path, "acme")
     seeds = {path.name: path.read_bytes() for path in tmp_path.glob("*.nk")}
     assert sorted(seeds) == ["acme.client.nk", "acme.mirrors.nk", "metrics.nk", "worker.nk"]
@@ -350,14 +354,18 @@ def test_key_seeds_are_readable_by_their_owner_only_and_kept_when_a_tenant_is_ad
 
 
 @pytest.mark.parametrize("name", ["_sys", "a.b", "*", ""])
-def test_a_tenant_name_that_a_nats_subject_cannot_hold_is_refused(tmp_path: Path, name: str) -> None:
+def test_adding_a_tenant_with_an_invalid_name_is_refused_and_writes_no_key_file(
+    tmp_path: Path, name: str
+) -> None:
     done = CliRunner().invoke(main, [str(tmp_path), name])
     assert done.exit_code == 1
     assert "it must be" in done.output
     assert not list(tmp_path.glob("*.nk"))
 
 
-async def test_adding_a_tenant_fails_if_the_running_nats_server_does_not_know_it_yet(server: Server) -> None:
+async def test_adding_a_tenant_fails_if_the_running_nats_server_has_not_loaded_the_tenants_account_yet(
+    server: Server,
+) -> None:
     done = await asyncio.to_thread(
         CliRunner().invoke, main, [str(server.folder), "gamma", "--nats", server.url]
     )

@@ -55,7 +55,7 @@ def fleet_of(number: int) -> Fleet:
     return fleet
 
 
-def test_rates_cover_the_last_minute_and_start_again_when_the_worker_restarts() -> None:
+def test_rates_shown_by_top_cover_the_last_minute_and_start_again_when_the_worker_restarts() -> None:
     first = {"uptime_s": 100.0, "prefilled_tokens": 0}
     old, now = {"uptime_s": 130.0, "prefilled_tokens": 300}, {"uptime_s": 170.0, "prefilled_tokens": 500}
     assert figures(first).prefilled_per_s is None
@@ -65,7 +65,7 @@ def test_rates_cover_the_last_minute_and_start_again_when_the_worker_restarts() 
     assert figures(old, again, {"uptime_s": 3.0, "prefilled_tokens": 19}).prefilled_per_s == 5.0
 
 
-def test_tokens_per_second_count_only_the_time_in_which_answers_ran() -> None:
+def test_tokens_per_second_in_top_are_averaged_only_over_the_time_in_which_answers_ran() -> None:
     def decoded(uptime_s: float, num: int, decoding_s: float) -> dict[str, object]:
         histogram = Histogram(bounds=(1.0,), counts=(num, 0), sum=decoding_s, count=num)
         return {"uptime_s": uptime_s, "time_per_output_token": histogram, "decoding_s": decoding_s}
@@ -94,7 +94,7 @@ def of_gateway(name: str, **counts: object) -> GatewayMetrics:
     return structs.replace(message, **counts)
 
 
-def test_the_screen_of_top_sums_up_all_gateways_that_publish_in_one_line() -> None:
+def test_top_shows_the_sums_over_all_gateways_in_one_line() -> None:
     clock = Clock()
     gateways = Gateways(clock)
     gateways.hear(of_gateway("a", answers={"begun": 2}, tokens={"reused": 3, "prefilled": 1}))
@@ -109,7 +109,7 @@ def test_the_screen_of_top_sums_up_all_gateways_that_publish_in_one_line() -> No
     assert "gateway" not in "\n".join(screen(fleet_of(1)))
 
 
-def test_the_share_of_cached_tokens_counts_only_tokens_between_two_metrics_messages() -> None:
+def test_the_share_of_cached_tokens_in_top_counts_only_tokens_between_two_metrics_messages() -> None:
     before = {"uptime_s": 1.0, "cached_tokens": 90, "prefilled_tokens": 10}
     after = {"uptime_s": 2.0, "cached_tokens": 91, "prefilled_tokens": 13}
     assert figures(before).cached_share == 0.9
@@ -117,7 +117,7 @@ def test_the_share_of_cached_tokens_counts_only_tokens_between_two_metrics_messa
     assert figures(before, before | {"uptime_s": 3.0}).cached_share is None
 
 
-def test_percentiles_are_interpolated_within_their_histogram_bucket() -> None:
+def test_percentiles_in_top_are_interpolated_within_their_histogram_bucket() -> None:
     histogram = Histogram(bounds=(1.0, 2.0), counts=(2, 2, 1), sum=7.0, count=5)
     assert percentile(histogram, 0.4) == 1.0
     assert percentile(histogram, 0.6) == 1.5
@@ -143,13 +143,13 @@ def test_percentiles_are_interpolated_within_their_histogram_bucket() -> None:
         (amount(1536 * 2**20), "1.5G"),
     ],
 )
-def test_numbers_durations_and_sizes_are_shown_in_short_form(shown: str, expected: str) -> None:
+def test_numbers_durations_and_sizes_in_top_are_shown_in_short_form(shown: str, expected: str) -> None:
     assert shown == expected
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])
 @pytest.mark.parametrize("number", [0, 1, 40])
-def test_the_screen_has_a_line_for_each_worker_and_fits_the_terminals_width(
+def test_the_screen_of_top_has_a_line_for_each_worker_and_fits_the_terminal_width(
     number: int, columns: int
 ) -> None:
     drawn = screen(fleet_of(number), columns)
@@ -157,7 +157,7 @@ def test_the_screen_has_a_line_for_each_worker_and_fits_the_terminals_width(
     assert [line.split()[0] for line in drawn[2 : 2 + number]] == [f"w{index:02}" for index in range(number)]
 
 
-def test_a_narrow_terminal_omits_columns_that_are_seldom_needed_and_shortens_no_figure() -> None:
+def test_on_a_narrow_terminal_top_omits_seldom_needed_columns_and_shortens_no_figure() -> None:
     fleet = Fleet(300)
     fleet.hear(structs.replace(metrics("studio-1"), resident_kv_bytes=900 * 2**20, kv_limit_bytes=2**30))
     heads = ["worker", "model", "up", "sess", "run", "wait", "tok/s", "first", "found", "KV", "disk", "drop"]
@@ -169,7 +169,7 @@ def test_a_narrow_terminal_omits_columns_that_are_seldom_needed_and_shortens_no_
         assert part in text
 
 
-def test_long_names_are_shortened_and_control_characters_do_not_reach_the_terminal() -> None:
+def test_top_shortens_long_worker_names_and_removes_control_characters_from_names() -> None:
     fleet = Fleet(300)
     fleet.hear(structs.replace(metrics("w" * 64), model="m" * 300, requests={"\x1b[2J": {"ok": 1}}))
     drawn = screen(fleet)
@@ -179,7 +179,7 @@ def test_long_names_are_shortened_and_control_characters_do_not_reach_the_termin
     assert "…" in drawn[2]
 
 
-def test_a_silent_worker_is_marked_silent_and_shows_no_figures() -> None:
+def test_top_marks_a_silent_worker_as_silent_and_shows_no_figures_of_that_worker() -> None:
     clock = Clock()
     fleet = Fleet(300, clock)
     fleet.hear(metrics("w1"))
@@ -199,7 +199,7 @@ def test_the_first_line_of_top_sums_running_and_waiting_requests_of_live_workers
     assert screen(fleet)[0] == "top  3 workers, 1 silent, 3 run, 20 wait, 200 returned"
 
 
-def test_dropped_snapshots_are_counted_by_reason() -> None:
+def test_top_shows_the_number_of_dropped_snapshots_by_reason() -> None:
     fleet = Fleet(300)
     counters = SnapshotCounters(dropped={"disk_limit": 2, "queue_full": 5}, in_flight=3)
     fleet.hear(structs.replace(metrics("w1"), snapshots=counters))
@@ -270,7 +270,7 @@ def test_a_forged_metrics_message_changes_nothing_that_exporter_top_and_console_
     assert samples(page(fleet))[key("resident_kv_bytes")] == 1024
 
 
-def test_top_keeps_a_bounded_number_of_a_workers_metrics_messages_whatever_uptimes_they_state() -> None:
+def test_top_keeps_a_bounded_number_of_metrics_messages_per_worker_for_any_uptimes_in_the_messages() -> None:
     for step_s in (0.0, 0.001, 0.1, 5.0):
         fleet = Fleet(60, window_s=60)
         for number in range(200):
@@ -280,7 +280,7 @@ def test_top_keeps_a_bounded_number_of_a_workers_metrics_messages_whatever_uptim
         assert kept[-1].generated_tokens == 199
 
 
-def test_rates_from_frequent_messages_span_nearly_the_whole_window() -> None:
+def test_rates_from_frequent_metrics_messages_span_nearly_the_whole_rate_window() -> None:
     fleet = Fleet(60, window_s=60)
     for number in range(2000):
         fleet.hear(structs.replace(metrics("w1"), uptime_s=number / 10))
@@ -289,7 +289,9 @@ def test_rates_from_frequent_messages_span_nearly_the_whole_window() -> None:
     assert 54 <= one.metrics.uptime_s - one.before.uptime_s <= 60
 
 
-def test_made_up_worker_names_do_not_displace_workers_that_publish(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_messages_with_made_up_worker_names_do_not_displace_real_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(fleet_module, "MAX_WORKERS", 20)
     clock = Clock()
     fleet = Fleet(300, clock)
@@ -303,7 +305,7 @@ def test_made_up_worker_names_do_not_displace_workers_that_publish(monkeypatch: 
     assert len(fleet.sightings()) == 20
 
 
-def test_a_worker_that_publishes_rarely_is_not_forgotten_between_its_messages() -> None:
+def test_a_worker_that_publishes_metrics_rarely_stays_listed_between_its_messages() -> None:
     clock = Clock()
     fleet = Fleet(300, clock)
     rare = structs.replace(metrics("w1"), interval_s=600.0)
@@ -316,7 +318,7 @@ def test_a_worker_that_publishes_rarely_is_not_forgotten_between_its_messages() 
     assert fleet.sightings() == []
 
 
-def test_the_history_of_a_worker_keeps_few_points_however_often_it_is_sampled() -> None:
+def test_the_metrics_history_of_a_worker_keeps_few_points_however_often_it_is_sampled() -> None:
     history = FigureHistory(3600)
     fleet = Fleet(3600)
     fleet.hear(metrics("w1"))
@@ -327,7 +329,7 @@ def test_the_history_of_a_worker_keeps_few_points_however_often_it_is_sampled() 
     assert at_s[-1] == (3 * MOST_POINTS - 1) / 100
 
 
-def test_the_history_of_a_worker_goes_on_if_the_clock_is_set_back() -> None:
+def test_the_metrics_history_of_a_worker_continues_after_the_clock_is_set_back() -> None:
     history, fleet = FigureHistory(3600), Fleet(3600)
     fleet.hear(metrics("w1"))
     for at_s in (7200, 7205, 10, 15, 20):
@@ -379,7 +381,7 @@ class Watched:
         return {"connected": True, **self.history.shown(worker)}
 
 
-def test_the_history_of_a_worker_has_rates_percentiles_and_sizes_over_time() -> None:
+def test_the_metrics_history_of_a_worker_has_rates_percentiles_and_sizes_over_time() -> None:
     course = Watched(100, "w1").history.course("w1")
     assert course["at_s"] == [5 * step for step in range(1, 21)]
     last = {name: values[-1] for name, values in course.items()}
@@ -390,7 +392,7 @@ def test_the_history_of_a_worker_has_rates_percentiles_and_sizes_over_time() -> 
     assert course["generated_per_s"][0] is None, "there is no rate before a second message"
 
 
-def test_a_silent_worker_leaves_a_gap_in_its_history_and_is_later_removed() -> None:
+def test_a_silent_worker_has_a_gap_in_its_metrics_history_and_is_later_removed() -> None:
     watched = Watched(60, "w1", "w2", keep_s=120)
     watched.hear(30, "w2")
     course = watched.history.course("w1")

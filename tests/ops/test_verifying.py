@@ -58,7 +58,7 @@ def found_in(requests: Sequence[Stored], results: Sequence[Stored]) -> list[LogF
     return faults(paired(KEY, [*asked, *answers]), {})
 
 
-async def test_a_log_with_every_kind_of_event_verifies_without_faults(
+async def test_the_command_verify_finds_no_fault_in_a_log_with_every_kind_of_event(
     local_worker: Start, tmp_path: Path
 ) -> None:
     """Repeats, refusals, rewinds, forks of forks, policies, long inputs, closed and forgotten sessions."""
@@ -87,7 +87,9 @@ async def test_a_log_with_every_kind_of_event_verifies_without_faults(
     assert "no session nobody" in done.stderr
 
 
-async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_worker: Start) -> None:
+async def test_the_command_verify_reports_each_missing_log_entry_and_no_undamaged_session(
+    local_worker: Start,
+) -> None:
     """A missing last entry may stay undetected: the log could have ended before it."""
     worker = await lived(local_worker)
     await worker.client.session("other").append(text="sound")
@@ -115,7 +117,9 @@ async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_
     assert results[3].seq in {one["seq"] for one in damaged["faults"]}
 
 
-async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_worker: Start) -> None:
+async def test_the_command_verify_reports_a_result_that_was_changed_or_duplicated(
+    local_worker: Start,
+) -> None:
     """Changes tokens, digests, positions and types of results, adds a result, makes requests unreadable."""
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
@@ -159,7 +163,7 @@ async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_work
     [("", 0), ("position", 0), ("position", 7777), (HISTORY_HEADER, "00" * 16)],
     ids=["sound", "position 0", "position 7777", "other history"],
 )
-async def test_verify_reports_a_cancelled_request_whose_result_states_an_earlier_position_or_other_tokens(
+async def test_the_command_verify_reports_a_cancelled_result_with_an_earlier_position_or_other_tokens(
     local_worker: Start, what: str, lie: object
 ) -> None:
     worker = await lived(local_worker)
@@ -177,7 +181,7 @@ async def test_verify_reports_a_cancelled_request_whose_result_states_an_earlier
     assert [one.seq for one in found_in(requests, results)] == [seq + 1] * bool(what)
 
 
-async def test_verify_reports_a_fork_without_its_inherited_tokens_but_not_one_without_its_parent(
+async def test_the_command_verify_reports_a_fork_without_its_inherited_tokens_but_not_a_fork_without_parent(
     local_worker: Start,
 ) -> None:
     worker = await lived(local_worker)
@@ -194,7 +198,7 @@ async def test_verify_reports_a_fork_without_its_inherited_tokens_but_not_one_wi
     assert f"names tokens in the messages up to {base.seq}, which are gone or changed" in out
 
 
-async def test_verify_accepts_a_result_written_by_a_newer_version(local_worker: Start) -> None:
+async def test_the_command_verify_accepts_a_result_written_by_a_newer_version(local_worker: Start) -> None:
     worker = await lived(local_worker)
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     last = results[-1]
@@ -203,7 +207,9 @@ async def test_verify_accepts_a_result_written_by_a_newer_version(local_worker: 
     assert found_in(requests, [*results[:-1], newer]) == []
 
 
-async def test_a_partly_removed_closed_session_verifies_without_faults(local_worker: Start) -> None:
+async def test_the_command_verify_finds_no_fault_in_a_partly_removed_closed_session(
+    local_worker: Start,
+) -> None:
     """A worker may crash during the removal: of requests before the close, then results, then the close."""
     worker = await lived(local_worker)
     session = worker.client.session("garden")
@@ -225,7 +231,9 @@ async def test_a_partly_removed_closed_session_verifies_without_faults(local_wor
     assert found_in([one for one in left_requests if one.seq > closed.seq], late) == []
 
 
-async def test_entries_stored_while_verify_reads_are_not_reported_as_faults(local_worker: Start) -> None:
+async def test_the_command_verify_reports_no_fault_for_log_entries_stored_during_its_run(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
 
     async def talk_on() -> None:
@@ -249,7 +257,7 @@ async def searched(worker: LocalWorker, *arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-async def test_cache_remains_finds_whatever_is_left_of_a_forgotten_session(
+async def test_the_command_cache_remains_finds_log_entries_kv_files_and_texts_left_of_a_forgotten_session(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Entries and chunks of the log, files of KV under any name of a folder, and texts; else 0."""
@@ -285,7 +293,7 @@ async def test_cache_remains_finds_whatever_is_left_of_a_forgotten_session(
     assert (await searched(worker))[0] == 0, "what came after it is not what was forgotten"
 
 
-async def test_cache_remains_finds_log_entries_of_a_forgotten_session_that_are_not_yet_removed(
+async def test_the_command_cache_remains_finds_log_entries_of_a_forgotten_session_before_their_removal(
     local_worker: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as the worker has not removed them."""

@@ -59,7 +59,7 @@ def test_the_development_lock_has_every_package_of_the_base_lock_in_the_same_ver
     assert {line: dev.get(line) for line in base} == base
 
 
-def test_client_and_application_require_the_same_versions_of_shared_dependencies() -> None:
+def test_client_package_and_application_require_the_same_versions_of_shared_dependencies() -> None:
     """The client omits the nkeys extra; programs that sign in with nkeys install it."""
     application, client = (
         set(tomllib.loads((folder / "pyproject.toml").read_text())["project"]["dependencies"])
@@ -69,7 +69,7 @@ def test_client_and_application_require_the_same_versions_of_shared_dependencies
     assert client == {row for row in same if row.startswith(("msgspec", "nats-py"))}
 
 
-def test_installed_packages_match_the_locks_and_satisfy_each_others_requirements() -> None:
+def test_installed_packages_match_the_lock_files_and_satisfy_each_others_requirements() -> None:
     here = installed()
     for name in ENVIRONMENT:
         for line in rows(name):

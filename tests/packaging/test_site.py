@@ -42,7 +42,7 @@ def build(project: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.packaging
-def test_the_reference_lists_every_command_setting_message_field_and_error_code() -> None:
+def test_the_generated_reference_lists_every_command_setting_message_field_and_error_code() -> None:
     commands, settings, messages, errors = (
         PAGES[f"{name}.md"]() for name in ("commands", "settings", "messages", "errors")
     )
@@ -56,7 +56,9 @@ def test_the_reference_lists_every_command_setting_message_field_and_error_code(
 
 
 @pytest.mark.packaging
-def test_the_site_builds_without_warnings_and_loads_nothing_from_another_host(project: Path) -> None:
+def test_the_documentation_site_builds_without_warnings_and_loads_nothing_from_another_host(
+    project: Path,
+) -> None:
     done = build(project)
     assert done.returncode == 0, done.stderr
     pages = list((project / "site").rglob("*.html"))
@@ -69,7 +71,7 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_another_host(pr
 
 @pytest.mark.packaging
 @pytest.mark.parametrize("link", ["[x](nowhere.md)", "[x](protocol.md#nowhere)", "[x](../README.md)"])
-def test_a_dead_link_makes_the_build_of_the_site_fail(project: Path, link: str) -> None:
+def test_a_dead_link_makes_the_build_of_the_documentation_site_fail(project: Path, link: str) -> None:
     page = project / "docs" / "index.md"
     page.write_text(f"{page.read_text()}\n{link}\n")
     assert build(project).returncode == 1

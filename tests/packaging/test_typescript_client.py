@@ -139,7 +139,7 @@ async def test_the_tests_of_the_packed_typescript_client_pass_in_node_deno_and_b
     assert re.search(r"\b[2-5][0-9] pass", said) or re.search(r"# pass [2-5][0-9]\b", said), said
 
 
-async def test_the_example_agent_continues_after_a_kill_and_no_answer_is_generated_twice(
+async def test_the_typescript_example_agent_continues_after_a_kill_and_no_answer_is_generated_twice(
     programs: Path, worker: Any, tiny_model: Path
 ) -> None:
     process = await worker(tiny_model)
@@ -255,7 +255,7 @@ RUNTIMES = {
         *(product(("deno", "bun"), ("tcp", "websocket"))),
     ],
 )
-async def test_an_answer_streamed_across_kills_of_worker_and_server_equals_the_logged_result(
+async def test_an_answer_streamed_by_the_typescript_client_across_kills_equals_the_logged_result(
     programs: Path, worker: Any, endless_model: Path, runtime: str, transport: str
 ) -> None:
     port = free_port()

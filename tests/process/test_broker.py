@@ -91,7 +91,9 @@ async def stored(url):
     return state.messages
 
 
-async def test_a_started_nats_server_is_ready_and_listens_on_loopback_only(server, settings):
+async def test_the_embedded_nats_server_is_ready_after_its_start_and_listens_only_on_loopback(
+    server, settings
+):
     await server.start()
     await store(url_of(server), b"1")
     addresses = {c.laddr.ip for c in psutil.Process(server.pid).net_connections() if c.status == "LISTEN"}
@@ -102,7 +104,7 @@ async def test_a_started_nats_server_is_ready_and_listens_on_loopback_only(serve
 
 
 @pytest.mark.parametrize(("asked", "always", "seconds"), [("always", True, 120), ("2s", False, 2)])
-async def test_the_nats_server_syncs_to_disk_as_often_as_the_settings_say(
+async def test_the_embedded_nats_server_syncs_to_disk_as_often_as_its_setting_says(
     embed, directory, settings, asked, always, seconds
 ):
     server = embed(directory, dataclasses.replace(settings, sync_interval=asked))
@@ -116,7 +118,7 @@ async def test_the_nats_server_syncs_to_disk_as_often_as_the_settings_say(
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-async def test_a_nats_server_ends_with_the_process_that_started_it_and_the_next_one_has_its_messages(
+async def test_the_embedded_nats_server_ends_with_its_parent_process_and_keeps_its_messages(
     embed, started_owner, settings, how
 ):
     owner, pid = started_owner()
@@ -132,7 +134,9 @@ async def test_a_nats_server_ends_with_the_process_that_started_it_and_the_next_
 
 
 @pytest.mark.process
-async def test_a_nats_server_whose_shell_is_killed_ends_and_is_started_again(embed, directory, settings):
+async def test_an_embedded_nats_server_whose_wrapper_shell_is_killed_ends_and_is_started_again(
+    embed, directory, settings
+):
     server = embed(directory, settings)
     await server.start()
     killed = server.pid
@@ -140,7 +144,7 @@ async def test_a_nats_server_whose_shell_is_killed_ends_and_is_started_again(emb
     await until(lambda: server.pid not in (None, killed))
 
 
-async def test_a_nats_server_that_dies_is_restarted_with_its_messages_and_clients_reconnect(server):
+async def test_an_embedded_nats_server_that_dies_is_restarted_with_its_messages_and_clients_reconnect(server):
     await server.start()
     await store(url_of(server), b"1", b"2")
     back = asyncio.Event()
@@ -160,7 +164,7 @@ async def test_a_nats_server_that_dies_is_restarted_with_its_messages_and_client
     await client.close()
 
 
-async def test_a_worker_is_notified_when_the_nats_server_closes_its_connection_for_good(server, settings):
+async def test_a_worker_notices_that_the_nats_server_has_closed_its_connection_for_good(server, settings):
     """nats-py does not reconnect after an error such as a too large message, so the worker must know."""
     await server.start()
     closed = asyncio.Event()
@@ -175,7 +179,7 @@ async def test_a_worker_is_notified_when_the_nats_server_closes_its_connection_f
     assert client.is_closed
 
 
-async def test_the_error_for_a_port_held_by_another_server_names_the_port_and_options_that_help(
+async def test_starting_the_nats_server_on_a_taken_port_fails_with_the_port_and_options_that_help(
     foreign_server, server, tmp_path
 ):
     await foreign_server(jetstream={"store_dir": str(tmp_path / "js")})
@@ -188,7 +192,7 @@ async def test_the_error_for_a_port_held_by_another_server_names_the_port_and_op
     assert server.pid is None
 
 
-async def test_the_nats_server_speaks_websocket_only_on_the_port_set_for_it(
+async def test_the_embedded_nats_server_speaks_websocket_only_on_the_port_set_for_websockets(
     embed, directory, settings, unused_port
 ):
     server = embed(directory, dataclasses.replace(settings, nats_websocket=unused_port))
@@ -210,7 +214,7 @@ async def test_the_nats_server_speaks_websocket_only_on_the_port_set_for_it(
     check_port(unused_port)
 
 
-async def test_the_nats_server_starts_in_a_data_directory_with_odd_characters_in_its_name(
+async def test_the_embedded_nats_server_starts_in_a_data_directory_with_special_characters_in_its_name(
     embed, tmp_path, settings
 ):
     with DataDir.open(tmp_path / 'a b$HOME "ü\\n') as directory:
@@ -220,7 +224,9 @@ async def test_the_nats_server_starts_in_a_data_directory_with_odd_characters_in
         assert psutil.Process(server.pid).name() == "nats-server"
 
 
-async def test_the_start_fails_and_quotes_the_error_of_a_nats_server_that_ends_at_once(server, directory):
+async def test_if_the_embedded_nats_server_ends_at_once_the_start_fails_and_quotes_its_error(
+    server, directory
+):
     directory.nats.rmdir()
     directory.nats.write_text("a file where the store should be")
     with pytest.raises(
@@ -230,7 +236,7 @@ async def test_the_start_fails_and_quotes_the_error_of_a_nats_server_that_ends_a
     assert server.pid is None
 
 
-async def test_the_start_without_a_nats_server_program_fails_and_names_the_package_to_install(
+async def test_a_start_without_an_installed_nats_server_program_fails_and_names_the_package_to_install(
     server, monkeypatch
 ):
     monkeypatch.setattr(broker, "find_server", lambda: None)
@@ -238,7 +244,7 @@ async def test_the_start_without_a_nats_server_program_fails_and_names_the_packa
         await server.start()
 
 
-async def test_connecting_to_a_server_that_does_not_speak_nats_fails_and_says_so(free_port):
+async def test_connecting_to_a_server_that_does_not_speak_nats_raises_an_error_that_says_so(free_port):
     async def hang_up(reader, writer):
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()
@@ -248,7 +254,7 @@ async def test_connecting_to_a_server_that_does_not_speak_nats_fails_and_says_so
             await connect(f"nats://127.0.0.1:{free_port}", name="test", timeout_s=0.5)
 
 
-async def test_connecting_to_a_server_with_too_small_a_message_limit_fails_and_says_so(
+async def test_connecting_to_a_nats_server_with_too_small_a_message_limit_raises_an_error_with_the_limit(
     foreign_server, tmp_path
 ):
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=1000)
@@ -256,7 +262,7 @@ async def test_connecting_to_a_server_with_too_small_a_message_limit_fails_and_s
         await connect(url, name="test", min_payload_bytes=2000)
 
 
-async def test_a_stream_accepts_messages_again_once_a_full_disk_has_space(
+async def test_a_nats_stream_on_a_full_disk_accepts_messages_again_once_the_disk_has_space(
     embed, mounted, settings, monkeypatch
 ):
     """Without a restart, the server would refuse the stream's messages for ever after one failed write."""

@@ -54,7 +54,7 @@ async def test_an_error_of_an_awaited_task_is_raised_unchanged_by_its_task_group
         await body()
 
 
-async def test_a_task_that_swallows_cancellations_ends_with_its_task_group():
+async def test_a_task_that_swallows_cancellations_is_cancelled_again_until_its_task_group_ends():
     """nats-py's calls swallow a cancellation that arrives together with the reply."""
     swallowed = 0
 
@@ -75,7 +75,7 @@ async def test_a_task_that_swallows_cancellations_ends_with_its_task_group():
     assert swallowed == 5
 
 
-async def test_a_shielded_call_finishes_although_the_scope_around_it_is_cancelled():
+async def test_a_shielded_call_finishes_although_its_surrounding_cancel_scope_is_cancelled():
     done = []
 
     async def end(what):
@@ -93,7 +93,7 @@ async def test_a_shielded_call_finishes_although_the_scope_around_it_is_cancelle
 
 @pytest.mark.parametrize(("part", "name"), [(Intake.keep_alive, "keep-alive"), (Retention.run, "retention")])
 @pytest.mark.parametrize("how", ["ends", "fails"])
-async def test_a_background_task_that_ends_stops_the_worker_with_an_error_that_names_it(
+async def test_a_background_task_that_ends_stops_the_worker_with_an_error_that_names_the_task(
     local_worker, monkeypatch, part, name, how
 ):
     go_on = asyncio.Event()
@@ -178,7 +178,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_tenants_take_turns_for_places_and_a_tenants_tasks_keep_their_order() -> None:
+async def test_a_limited_number_of_slots_goes_to_waiting_tasks_in_rotation_among_tenants() -> None:
     crowd = Crowd(2)
     await crowd.come("a1", "a2", "a3", "a4", "a5", "b1", "b2", "c1")
     order = []
@@ -189,7 +189,7 @@ async def test_tenants_take_turns_for_places_and_a_tenants_tasks_keep_their_orde
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_a_waiting_task_that_is_cancelled_gives_its_place_to_the_next_tenants_task(
+async def test_a_task_cancelled_while_it_waits_for_a_slot_passes_the_slot_to_the_next_tenants_task(
     is_late: bool,
 ) -> None:
     """Also if it has just got the place, and has not run since."""

@@ -63,12 +63,12 @@ def check_silent(text):
         ("", "nats://(not a host and port)"),
     ],
 )
-def test_a_nats_url_is_shown_with_host_and_port_and_without_credentials(urls, expected):
+def test_a_nats_url_is_printed_with_host_and_port_and_without_credentials(urls, expected):
     assert shown(urls) == expected
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
-def test_log_lines_and_tracebacks_show_no_credentials(log_format, capfd):
+def test_log_lines_and_tracebacks_contain_no_nats_credentials(log_format, capfd):
     """For example, another package's exception may contain the URL."""
     before = structlog.get_config()
     try:
@@ -226,7 +226,9 @@ async def first_word(port: int, **login: str) -> bytes:
 
 
 @pytest.mark.process
-async def test_the_nats_server_refuses_connections_without_the_exact_token(worker: WorkerProcess) -> None:
+async def test_the_embedded_nats_server_refuses_connections_without_the_exact_token(
+    worker: WorkerProcess,
+) -> None:
     port = int(port_of(worker))
     token = (worker.data_dir / "nats-token").read_text().strip()
     assert await first_word(port, auth_token=token) == b"PONG"
@@ -242,7 +244,7 @@ async def test_the_nats_server_refuses_connections_without_the_exact_token(worke
 
 
 @pytest.mark.process
-async def test_a_command_without_the_right_token_fails_and_names_the_data_directory_that_has_it(
+async def test_a_command_without_the_right_nats_token_fails_and_names_the_data_directory_that_has_the_token(
     worker: WorkerProcess, tmp_path: Path
 ) -> None:
     port = port_of(worker)
@@ -288,7 +290,7 @@ def test_another_user_of_the_machine_gets_an_error_that_the_nats_token_cannot_be
 
 
 @pytest.mark.process
-def test_the_nats_token_is_readable_by_its_owner_only_and_survives_a_restart(
+def test_the_nats_token_file_is_readable_only_by_its_owner_and_unchanged_after_a_restart(
     directory: DataDir, settings: Settings
 ) -> None:
     token, seen = settings.data_dir / "nats-token", set()
@@ -325,7 +327,7 @@ async def test_the_nats_token_appears_in_no_log_no_command_output_and_no_process
 
 @pytest.mark.process
 @pytest.mark.parametrize("broken", ["short", "with a space in it, and longer", "käse-käse-käse-käse"])
-def test_a_token_file_without_a_valid_token_fails_the_start_and_stays_unchanged(
+def test_a_nats_token_file_without_a_valid_token_makes_the_start_fail_and_stays_unchanged(
     directory: DataDir, settings: Settings, broken: str
 ) -> None:
     path = settings.data_dir / "nats-token"
@@ -337,7 +339,9 @@ def test_a_token_file_without_a_valid_token_fails_the_start_and_stays_unchanged(
 
 
 @pytest.mark.process
-def test_an_empty_token_file_gets_a_new_token(directory: DataDir, settings: Settings) -> None:
+def test_an_empty_nats_token_file_is_filled_with_a_new_token_at_the_start(
+    directory: DataDir, settings: Settings
+) -> None:
     """A power cut may empty a file that was just written."""
     (settings.data_dir / "nats-token").write_text("")
     made = EmbeddedServer(directory, settings).token

@@ -21,7 +21,7 @@ time.sleep(60)
 """
 
 
-def test_opening_a_data_directory_creates_it_private_with_its_folders_and_lock(tmp_path):
+def test_opening_a_new_data_directory_creates_a_private_directory_with_subfolders_and_a_lock_file(tmp_path):
     path = tmp_path / "a" / "b"
     with DataDir.open(path, "w1") as opened:
         assert opened.path == path
@@ -34,7 +34,7 @@ def test_opening_a_data_directory_creates_it_private_with_its_folders_and_lock(t
         assert json.loads((path / "worker.lock").read_text()) == note
 
 
-def test_a_data_directory_keeps_its_generated_name_when_it_is_opened_again(tmp_path):
+def test_a_data_directory_opened_again_under_another_worker_name_keeps_its_first_generated_name(tmp_path):
     with DataDir.open(tmp_path / "a", "a longer name") as opened:
         name = opened.name
     (tmp_path / "b").mkdir()
@@ -43,7 +43,9 @@ def test_a_data_directory_keeps_its_generated_name_when_it_is_opened_again(tmp_p
         assert again.name == name != other.name
 
 
-def test_on_macos_models_and_snapshots_are_kept_out_of_backups_once(tmp_path, monkeypatch):
+def test_on_macos_the_folders_of_models_and_snapshots_are_excluded_from_time_machine_backups_once(
+    tmp_path, monkeypatch
+):
     asked = []
     monkeypatch.setattr(datadir.sys, "platform", "darwin")
     monkeypatch.setattr(datadir.subprocess, "run", lambda words, **_: asked.append(words))
@@ -53,14 +55,14 @@ def test_on_macos_models_and_snapshots_are_kept_out_of_backups_once(tmp_path, mo
     assert asked == [["tmutil", "addexclusion", folder] for folder in (opened.models, opened.snapshots)]
 
 
-def test_a_data_directory_has_the_same_server_name_under_every_spelling_of_its_path(tmp_path):
+def test_the_nats_server_name_of_a_data_directory_is_the_same_under_every_spelling_of_its_path(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     assert server_name(tmp_path / "link" / "data") == server_name(tmp_path / "real" / "data")
     assert server_name(tmp_path / "link") != server_name(tmp_path)
 
 
-def test_a_data_directory_in_another_case_of_letters_is_the_same_if_the_disk_ignores_case(
+def test_on_a_case_insensitive_disk_differently_capitalised_paths_name_the_same_data_directory(
     tmp_path, monkeypatch
 ):
     stat = os.stat
@@ -71,7 +73,7 @@ def test_a_data_directory_in_another_case_of_letters_is_the_same_if_the_disk_ign
     assert not is_same(tmp_path / "DATA", tmp_path)
 
 
-def test_a_second_worker_is_refused_with_the_first_ones_pid_until_the_first_is_killed(tmp_path):
+def test_a_data_directory_in_use_is_refused_with_the_pid_of_its_worker_until_that_worker_is_killed(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -93,7 +95,7 @@ def test_a_child_process_of_the_worker_does_not_hold_the_lock_of_the_data_direct
         child.kill()
 
 
-def test_opening_a_data_directory_fails_and_says_so_if_a_file_is_in_its_place(tmp_path):
+def test_opening_a_data_directory_fails_with_an_error_that_names_a_file_in_its_place(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(DataDirError, match=r"there is a file in its place.*--data-dir"):
@@ -101,7 +103,7 @@ def test_opening_a_data_directory_fails_and_says_so_if_a_file_is_in_its_place(tm
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_opening_an_unwritable_data_directory_fails_and_says_that_it_is_not_writable(tmp_path):
+def test_opening_an_unwritable_data_directory_fails_with_an_error_that_says_not_writable(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(DataDirError, match="not writable for this user"):
         DataDir.open(tmp_path / "new")
@@ -109,7 +111,9 @@ def test_opening_an_unwritable_data_directory_fails_and_says_that_it_is_not_writ
         DataDir.open(tmp_path)
 
 
-def test_a_lock_file_that_is_still_empty_keeps_other_workers_out(tmp_path, monkeypatch):
+def test_a_locked_data_directory_is_refused_to_other_workers_even_if_its_lock_file_is_still_empty(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(datadir, "_ENDING_S", 0.1)
     opened = DataDir.open(tmp_path)
     (tmp_path / "worker.lock").write_text("")
@@ -118,7 +122,7 @@ def test_a_lock_file_that_is_still_empty_keeps_other_workers_out(tmp_path, monke
     opened.close()
 
 
-def test_a_running_worker_is_recognised_by_its_lock_whatever_the_time_of_the_lock_file(tmp_path):
+def test_a_running_worker_is_recognised_by_the_lock_it_holds_whatever_the_mtime_of_the_lock_file(tmp_path):
     with DataDir.open(tmp_path, "first"):
         os.utime(tmp_path / "worker.lock", (0, 0))  # so it is if the clock was set after the start
         assert owner(tmp_path) == f"worker first (pid {os.getpid()})"
@@ -126,7 +130,7 @@ def test_a_running_worker_is_recognised_by_its_lock_whatever_the_time_of_the_loc
     assert owner(tmp_path) is None
 
 
-def test_a_worker_can_lock_its_data_directory_while_others_ask_who_has_it(tmp_path):
+def test_a_worker_can_lock_its_data_directory_while_other_processes_ask_who_holds_the_lock(tmp_path):
     DataDir.open(tmp_path).close()
     asking = (
         "import sys\nfrom pathlib import Path\nfrom worker.process.datadir import owner\nprint(1, flush=True)"

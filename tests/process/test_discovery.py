@@ -39,7 +39,7 @@ async def ask(nc: Client, subject: str, body: bytes = b"") -> dict[str, Any]:
     return dict(json.loads((await nc.request(subject, body, timeout=5)).data))
 
 
-async def test_a_worker_answers_ping_info_and_stats_sent_to_all_services_to_turnkeep_or_to_its_id(
+async def test_a_worker_answers_nats_service_ping_info_and_stats_sent_to_all_services_or_to_its_name_or_id(
     nc: Client, worker: LocalWorker
 ) -> None:
     """It does not answer what is for other services or ids, and nothing once it has stopped."""
@@ -78,7 +78,7 @@ async def test_a_worker_answers_ping_info_and_stats_sent_to_all_services_to_turn
             await ask(nc, subject)
 
 
-async def test_service_statistics_count_requests_errors_and_processing_time(
+async def test_the_nats_service_statistics_of_a_worker_count_requests_errors_and_processing_time(
     nc: Client, worker: LocalWorker
 ) -> None:
     async def counts() -> dict[str, Any]:
@@ -130,7 +130,7 @@ MALFORMED = [
 ]
 
 
-async def test_a_worker_still_serves_after_malformed_discovery_requests(
+async def test_a_worker_still_serves_after_malformed_nats_service_discovery_requests(
     nc: Client, worker: LocalWorker
 ) -> None:
     """The requests have no reply subject, bytes that are no text, or malformed headers."""

@@ -31,7 +31,7 @@ def small(settings):
     return dataclasses.replace(settings, max_disk=2**20, min_free_disk=0)
 
 
-async def test_a_sound_machine_passes_every_check_of_the_doctor(small):
+async def test_the_command_doctor_passes_every_check_on_a_machine_without_faults(small):
     found = await examine(small)
     assert list(found) == ["Python", "MLX", "BLAS", "data directory", "disk", "NATS", "port", "model"]
     assert {check.name for check in found.values() if check.state == "fail"} == set()
@@ -40,7 +40,9 @@ async def test_a_sound_machine_passes_every_check_of_the_doctor(small):
     assert str(small.nats_port) in found["port"].found
 
 
-async def test_the_doctor_reports_no_fault_if_the_worker_of_the_data_directory_runs(server, small, directory):
+async def test_the_command_doctor_reports_no_fault_while_the_worker_of_the_data_directory_runs(
+    server, small, directory
+):
     await server.start()
     found = await examine(small)
     assert "in use by worker test" in found["data directory"].found
@@ -49,7 +51,9 @@ async def test_the_doctor_reports_no_fault_if_the_worker_of_the_data_directory_r
     )
 
 
-async def test_a_port_held_by_another_nats_server_fails_the_doctors_check_with_advice(foreign_server, small):
+async def test_the_command_doctor_fails_with_advice_if_another_nats_server_holds_the_port(
+    foreign_server, small
+):
     await foreign_server(server_name="stranger")
     found = await examine(small)
     assert re.fullmatch(r"nats-server \d+\.\d+\.\d+", found["NATS"].found)
@@ -57,7 +61,7 @@ async def test_a_port_held_by_another_nats_server_fails_the_doctors_check_with_a
     assert "--nats-port" in found["port"].mend
 
 
-async def test_the_doctors_failed_port_check_says_that_another_worker_holds_the_port(server, small, tmp_path):
+async def test_the_command_doctor_says_that_another_worker_holds_the_nats_port(server, small, tmp_path):
     await server.start()
     other = dataclasses.replace(small, data_dir=tmp_path / "other")
     port = (await examine(other))["port"]
@@ -70,7 +74,7 @@ async def test_the_doctors_failed_port_check_says_that_another_worker_holds_the_
 
 
 @pytest.mark.parametrize("option", ["--gateway", "--console", "--health", "--nats-websocket"])
-def test_a_port_held_by_another_program_fails_the_doctors_check_and_names_its_option(small, option):
+def test_the_command_doctor_fails_and_names_the_option_of_a_port_that_another_program_holds(small, option):
     with socket.create_server(("127.0.0.1", 0)) as other:
         at = Endpoint(*other.getsockname())
         changed = {"--health": {"health": at}, "--nats-websocket": {"nats_websocket": at.port}}
@@ -89,7 +93,7 @@ def test_a_port_held_by_another_program_fails_the_doctors_check_and_names_its_op
     assert option not in {check.name for check in running}, "a worker that runs has its ports"
 
 
-async def test_a_remote_nats_server_without_jetstream_fails_the_doctors_check_with_advice(
+async def test_the_command_doctor_fails_with_advice_for_a_remote_nats_server_without_jetstream(
     foreign_server, small
 ):
     found = await examine(dataclasses.replace(small, nats=await foreign_server()))
@@ -99,7 +103,7 @@ async def test_a_remote_nats_server_without_jetstream_fails_the_doctors_check_wi
     assert exit_code(found.values()) == 1
 
 
-async def test_a_nats_server_that_is_too_old_fails_the_doctors_check_as_it_fails_a_start(
+async def test_the_command_doctor_fails_for_a_too_old_nats_server_with_the_error_of_a_worker_start(
     foreign_server, small, tmp_path, monkeypatch
 ):
     """It would end the start later, with an error of a request that it does not know."""
@@ -112,7 +116,7 @@ async def test_a_nats_server_that_is_too_old_fails_the_doctors_check_as_it_fails
     assert (await examine(dataclasses.replace(small, nats=url)))["NATS"].state == "warn"
 
 
-async def test_the_doctor_warns_of_a_nats_server_version_that_can_lose_entries(
+async def test_the_command_doctor_warns_of_a_nats_server_version_that_can_lose_entries(
     foreign_server, small, tmp_path, monkeypatch
 ):
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)
@@ -126,7 +130,7 @@ async def test_the_doctor_warns_of_a_nats_server_version_that_can_lose_entries(
     assert found.mend.startswith("install 2.12.16, 2.14.6, 2.15.0 or newer")
 
 
-async def test_an_unusable_data_directory_fails_the_doctors_check_with_advice(small, tmp_path):
+async def test_the_command_doctor_fails_with_advice_for_an_unusable_data_directory(small, tmp_path):
     (tmp_path / "file").write_text("")
     found = await examine(dataclasses.replace(small, data_dir=tmp_path / "file"))
     assert found["data directory"].state == "fail"
@@ -134,7 +138,7 @@ async def test_an_unusable_data_directory_fails_the_doctors_check_with_advice(sm
     assert "--data-dir" in found["data directory"].mend
 
 
-def test_the_doctors_disk_check_warns_of_little_space_and_fails_with_almost_none(
+def test_the_command_doctor_warns_of_little_disk_space_and_fails_with_almost_none(
     mounted, settings, monkeypatch
 ):
     folder = mounted("size=8m")
@@ -148,7 +152,7 @@ def test_the_doctors_disk_check_warns_of_little_space_and_fails_with_almost_none
     assert without.missing == "up to 64 MiB, for the log"
 
 
-def test_a_broken_mlx_fails_the_doctors_check_without_crashing_the_doctor(monkeypatch):
+def test_the_command_doctor_reports_a_broken_mlx_installation_as_a_failed_check_without_a_crash(monkeypatch):
     monkeypatch.setattr(
         commands.checks, "_ASK_MLX", "raise ImportError('libmlx.so: cannot open shared object file')"
     )
@@ -169,13 +173,17 @@ def test_a_broken_mlx_fails_the_doctors_check_without_crashing_the_doctor(monkey
         ("./missing", "fail", "folder"),
     ],
 )
-def test_the_doctor_reports_a_model_that_is_not_on_this_machine_with_advice(settings, spec, state, word):
+def test_the_command_doctor_reports_a_model_that_is_not_on_this_machine_with_advice(
+    settings, spec, state, word
+):
     found = commands.checks._model(dataclasses.replace(settings, model=spec))
     assert found.state == state
     assert word in found.mend
 
 
-def test_a_model_whose_files_are_broken_fails_the_doctors_check_as_it_fails_a_start(settings, tiny_model):
+def test_the_command_doctor_fails_for_broken_model_files_with_the_error_of_a_worker_start(
+    settings, tiny_model
+):
     models = settings.data_dir / "models"
     models.mkdir(parents=True)
     TinyLlama().write(models / "cut.gguf")
@@ -197,7 +205,7 @@ def test_a_model_whose_files_are_broken_fails_the_doctors_check_as_it_fails_a_st
         assert (found.state, why in found.missing) == ("fail", True), found
 
 
-async def test_the_doctor_checks_each_of_several_models(small, tmp_path):
+async def test_the_command_doctor_checks_each_of_several_configured_models(small, tmp_path):
     models = {"a": small, "b": dataclasses.replace(small, model=str(tmp_path))}
     found = await asyncio.to_thread(checks, small, models)
     assert [(check.name, check.state) for check in found[-2:]] == [("model a", "ok"), ("model b", "fail")]
@@ -215,7 +223,7 @@ def draft_of(settings):
     return draft
 
 
-def test_a_draft_model_is_checked_for_memory_together_with_its_model(pair, tmp_path):
+def test_the_command_doctor_checks_the_memory_of_a_draft_model_together_with_its_target_model(pair, tmp_path):
     draft = draft_of(pair)
     assert (draft.name, draft.state) == ("draft model", "ok")
     assert re.fullmatch(r".*/draft; with the model it needs \S+ MiB of \S+ \wiB", draft.found)
@@ -228,7 +236,7 @@ def test_a_draft_model_is_checked_for_memory_together_with_its_model(pair, tmp_p
     assert "leave draft_model out" in draft.mend
 
 
-def test_a_draft_model_with_another_vocabulary_fails_the_doctors_check(pair):
+def test_the_command_doctor_fails_for_a_draft_model_with_another_vocabulary(pair):
     path = Path(pair.draft_model) / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     names = tokenizer["model"]["vocab"]
@@ -239,6 +247,6 @@ def test_a_draft_model_with_another_vocabulary_fails_the_doctors_check(pair):
     assert "has other tokens than" in draft.missing
 
 
-def test_the_doctor_leaves_the_data_directory_that_it_has_checked_unlocked(settings):
+def test_the_command_doctor_leaves_the_data_directory_unlocked_after_its_checks(settings):
     commands.checks._disk(settings)
     DataDir.open(settings.data_dir).close()

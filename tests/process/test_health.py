@@ -94,7 +94,7 @@ async def unready(worker: App, *reasons: str) -> None:
     assert worker.state().hangs == ()
 
 
-async def test_a_worker_that_is_loading_its_model_is_not_ready(
+async def test_the_ready_probe_fails_while_a_worker_is_loading_its_model(
     tmp_path: Path, tiny_model: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_load = threading.Event()
@@ -119,7 +119,7 @@ async def test_a_worker_that_is_loading_its_model_is_not_ready(
     await running
 
 
-async def test_a_worker_without_nats_is_not_ready_until_nats_is_back(
+async def test_the_ready_probe_fails_while_nats_is_away_and_succeeds_when_nats_is_back(
     local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     port = free_port()
@@ -143,7 +143,7 @@ async def test_a_worker_without_nats_is_not_ready_until_nats_is_back(
         server.wait()
 
 
-async def test_a_worker_that_cannot_renew_its_membership_record_is_not_ready(
+async def test_the_ready_probe_fails_if_the_worker_cannot_renew_its_cluster_membership_record(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     """For example, the membership stream has no leader; then another worker could take the name."""
@@ -157,7 +157,7 @@ async def test_a_worker_that_cannot_renew_its_membership_record_is_not_ready(
     await unready(worker.app)
 
 
-async def test_a_worker_whose_device_thread_hangs_reports_itself_as_not_ready_with_the_reason(
+async def test_the_ready_probe_fails_with_the_reason_if_the_workers_device_thread_hangs(
     local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker()
@@ -206,7 +206,9 @@ async def test_serve_is_ready_only_while_its_worker_answers_and_stays_live_while
     assert told._hangs() == ["the worker does not report"]
 
 
-async def test_serve_is_not_ready_while_its_own_nats_server_stores_nothing(tmp_path: Path) -> None:
+async def test_the_ready_probe_of_serve_fails_while_its_embedded_nats_server_stores_nothing(
+    tmp_path: Path,
+) -> None:
     """As on a full disk; a load balancer then asks another worker."""
     settings = Settings(data_dir=tmp_path)
     supervisor = Supervisor(settings, {})
@@ -233,7 +235,7 @@ MALFORMED = {
 }
 
 
-async def test_malformed_health_requests_are_refused_and_incomplete_ones_are_disconnected(
+async def test_the_health_port_refuses_malformed_requests_and_disconnects_incomplete_ones(
     health: HealthServer, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_module, "_PATIENCE_S", 0.5)
@@ -249,7 +251,7 @@ async def test_malformed_health_requests_are_refused_and_incomplete_ones_are_dis
     assert await get(endpoint, "/readyz") == (200, "ok")
 
 
-async def test_idle_connections_do_not_delay_a_health_probe_and_beyond_64_the_oldest_are_closed(
+async def test_idle_connections_to_the_health_port_delay_no_probe_and_beyond_64_the_oldest_are_closed(
     health: HealthServer, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_module, "_PATIENCE_S", WAIT_S)

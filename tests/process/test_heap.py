@@ -49,22 +49,22 @@ def faults(size_bytes: int) -> list[int]:
 
 
 @needs_glibc
-def test_repeated_allocation_within_the_memory_reserve_causes_few_page_faults() -> None:
+def test_allocating_repeatedly_within_the_heap_reserve_causes_few_page_faults() -> None:
     assert max(faults(64 * MIB)) < PAGES / 10
 
 
 @needs_glibc
-def test_allocating_without_a_memory_reserve_faults_on_every_page() -> None:
+def test_allocating_without_a_heap_reserve_causes_a_page_fault_for_every_page() -> None:
     first, _ = faults(0)
     assert first >= PAGES
 
 
 @needs_glibc
-def test_half_of_freed_memory_is_reused_even_if_it_exceeds_the_memory_reserve() -> None:
+def test_at_least_half_of_freed_memory_is_reused_even_if_its_size_exceeds_the_heap_reserve() -> None:
     first, second = faults(16 * MIB)
     assert first >= PAGES / 2
     assert second <= PAGES / 2
 
 
-def test_releasing_an_empty_memory_reserve_raises_no_error() -> None:
+def test_releasing_an_empty_heap_reserve_raises_no_error() -> None:
     SpareMemory(0).release()

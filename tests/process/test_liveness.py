@@ -88,9 +88,7 @@ def ended(one):
     return names
 
 
-async def test_a_second_worker_with_the_same_name_is_refused_with_an_error_of_one_line(
-    local_worker, tmp_path
-):
+async def test_a_second_worker_with_the_same_name_is_refused_with_a_one_line_error(local_worker, tmp_path):
     """It is refused before it changes anything: the streams keep the first worker's settings."""
     first = await local_worker()
     with pytest.raises(BrokerError) as refused:
@@ -106,7 +104,7 @@ async def test_a_second_worker_with_the_same_name_is_refused_with_an_error_of_on
     assert config.max_bytes == open_bytes(first.settings.log_max_bytes)
 
 
-async def test_a_second_worker_with_another_model_is_refused_and_the_first_still_serves(
+async def test_a_second_worker_on_a_subject_prefix_with_another_model_is_refused_and_the_first_still_serves(
     local_worker, tmp_path, tiny_model
 ):
     first = await local_worker()
@@ -121,7 +119,7 @@ async def test_a_second_worker_with_another_model_is_refused_and_the_first_still
     assert (await first.client.session("s").append(text="hello")).position == 5
 
 
-async def test_a_second_worker_with_another_protocol_version_is_refused_and_the_first_still_serves(
+async def test_a_second_worker_of_another_protocol_version_is_refused_and_the_first_still_serves(
     local_worker, tmp_path, monkeypatch
 ):
     first = await local_worker()
@@ -159,7 +157,7 @@ async def test_a_dead_workers_name_becomes_free_for_other_workers_after_a_while(
     assert (await other._holder())[0].boot == other.me.boot
 
 
-async def test_of_several_workers_that_start_together_under_one_name_only_one_serves(members):
+async def test_of_several_workers_that_start_together_under_the_same_name_only_one_serves(members):
     made = [await members("w", f"d{number}") for number in range(4)]
     outcomes = await asyncio.gather(*(one.join() for one in made), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes].count(BrokerError) == 3
@@ -167,14 +165,14 @@ async def test_of_several_workers_that_start_together_under_one_name_only_one_se
     assert (await winner._holder())[0].boot == winner.me.boot
 
 
-async def test_workers_that_start_together_find_each_other_and_agree_which_one_is_first(members):
+async def test_workers_that_start_together_find_each_other_and_agree_which_of_them_is_first(members):
     made = [await members(f"w{number}", f"d{number}") for number in range(4)]
     await asyncio.gather(*(one.join() for one in made))
     await until(lambda: all(len(one.others) == 3 for one in made))
     assert [one.is_first for one in made].count(True) == 1
 
 
-async def test_a_worker_that_slept_past_the_life_of_its_membership_record_does_not_hold_it_until_renewed(
+async def test_a_worker_that_slept_past_the_expiry_of_its_membership_record_holds_none_until_its_renewal(
     members, monkeypatch
 ):
     only = await members("one", "a")
@@ -186,7 +184,7 @@ async def test_a_worker_that_slept_past_the_life_of_its_membership_record_does_n
 
 
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
-async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(members, ending):
+async def test_other_workers_report_an_ended_worker_as_gone_once_and_within_a_second(members, ending):
     first, second = await pair(members)
     if ending == "killed":
         kill(second)
@@ -200,7 +198,9 @@ async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(memb
     assert not ended(first), "once, though its record is there for two seconds"
 
 
-async def test_a_worker_that_rejoins_before_its_death_is_noticed_is_reported_gone_exactly_once(members):
+async def test_a_worker_that_restarts_before_others_noticed_its_death_is_reported_as_gone_exactly_once(
+    members,
+):
     """Else nobody takes the sessions that it had and that belong to other workers."""
     first, dead, back = await members("a", "one"), await members("b", "two"), await members("b", "two")
     await first.join()
@@ -216,7 +216,9 @@ async def test_a_worker_that_rejoins_before_its_death_is_noticed_is_reported_gon
 
 
 @pytest.mark.parametrize("killed", ["d", "bcd", "bcdefghijklmn"])
-async def test_all_other_workers_notice_within_a_second_that_neighbours_died_together(members, killed):
+async def test_all_surviving_workers_notice_within_a_second_that_several_workers_died_together(
+    members, killed
+):
     """Each pings only the next two; the others are told, or look as soon as a neighbour is silent."""
     made = {name: await members(name, name) for name in "abcdefghijklmno"}
     await asyncio.gather(*(one.join() for one in made.values()))
@@ -231,7 +233,7 @@ async def test_all_other_workers_notice_within_a_second_that_neighbours_died_tog
     assert not any(ended(one) for one in left)
 
 
-async def test_a_worker_that_another_one_wrongly_reports_as_gone_stays_known(members):
+async def test_a_running_worker_that_another_worker_wrongly_reports_as_gone_stays_a_member(members):
     """The other one's connection may go to another server of the cluster, with a cut between them."""
     first, second = await pair(members)
     await second._nc.publish(first.common_address("gone"), msgspec.json.encode(second.me))
@@ -240,7 +242,7 @@ async def test_a_worker_that_another_one_wrongly_reports_as_gone_stays_known(mem
     assert not ended(first)
 
 
-async def test_a_worker_counts_as_running_only_if_it_answers_a_ping_though_the_asker_lost_track_of_it(
+async def test_a_worker_missing_from_the_member_list_is_treated_as_running_only_if_it_answers_a_ping(
     members,
 ):
     """While a worker runs, a request that it has attempted has not crashed it."""
@@ -254,7 +256,9 @@ async def test_a_worker_counts_as_running_only_if_it_answers_a_ping_though_the_a
     assert not await first.runs("a run of nobody")
 
 
-async def test_a_worker_that_stops_renewing_its_record_counts_as_present_while_it_answers_checks(members):
+async def test_a_worker_that_stops_renewing_its_membership_record_stays_a_member_while_it_answers_checks(
+    members,
+):
     first, second = await pair(members)
     second.task.cancel()  # it renews no more
     second.task = None

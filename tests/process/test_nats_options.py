@@ -106,7 +106,7 @@ def context(path: Path, **fields: object) -> Path:
     return write(path, json.dumps({**empty, **fields}))
 
 
-async def test_workers_and_commands_log_in_with_a_user_and_a_password_from_url_or_context(
+async def test_workers_and_commands_log_in_to_nats_with_user_and_password_from_a_url_or_a_nats_context(
     foreign_server: Any, tmp_path: Path
 ) -> None:
     url = await foreign_server(
@@ -125,7 +125,7 @@ async def test_workers_and_commands_log_in_with_a_user_and_a_password_from_url_o
     await refused(url, Settings(nats=url, nats_context=wrong), "refuses the credentials")
 
 
-async def test_workers_and_commands_log_in_with_a_token_from_a_context_found_by_its_name(
+async def test_workers_and_commands_log_in_to_nats_with_a_token_from_a_named_nats_context(
     foreign_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = await foreign_server(
@@ -139,7 +139,7 @@ async def test_workers_and_commands_log_in_with_a_token_from_a_context_found_by_
     await refused(url, load({"nats_context": "wrong"}, {}, None, tmp_path), "refuses the credentials")
 
 
-async def test_workers_and_commands_log_in_with_an_nkey_from_a_seed_file(
+async def test_workers_and_commands_log_in_to_nats_with_an_nkey_from_a_seed_file(
     foreign_server: Any, tmp_path: Path
 ) -> None:
     seed, other = (seed_of(nkeys.PREFIX_BYTE_USER) for _ in range(2))
@@ -153,7 +153,7 @@ async def test_workers_and_commands_log_in_with_an_nkey_from_a_seed_file(
     await refused(url, wrong, "refuses the credentials")
 
 
-async def test_workers_and_commands_log_in_with_a_credentials_file_of_any_line_ending(
+async def test_workers_and_commands_log_in_to_nats_with_a_credentials_file_of_any_line_ending(
     foreign_server: Any, tmp_path: Path
 ) -> None:
     kinds = (nkeys.PREFIX_BYTE_OPERATOR, nkeys.PREFIX_BYTE_ACCOUNT, nkeys.PREFIX_BYTE_USER)
@@ -192,7 +192,7 @@ async def test_workers_and_commands_log_in_with_a_credentials_file_of_any_line_e
     await refused(url, wrong, "refuses the credentials")
 
 
-async def test_workers_and_commands_connect_over_tls_with_a_ca_and_a_client_certificate(
+async def test_workers_and_commands_connect_to_nats_over_tls_with_a_ca_and_a_client_certificate(
     foreign_server: Any, tmp_path: Path, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tls = {"cert_file": str(keys / "server.pem"), "key_file": str(keys / "server.key")}
@@ -213,7 +213,7 @@ async def test_workers_and_commands_connect_over_tls_with_a_ca_and_a_client_cert
     assert "eof_received" not in caplog.text, "asyncio warns at the end of each connection"
 
 
-async def test_a_connection_that_asks_for_tls_fails_on_a_server_without_tls(
+async def test_connecting_with_required_tls_to_a_nats_server_without_tls_fails(
     foreign_server: Any, tmp_path: Path, keys: Path
 ) -> None:
     """nats-py would connect without TLS, even for a tls:// URL, if the server does not require it."""
@@ -260,7 +260,7 @@ SEED = "SU" + "A" * 56
         ({"nats": "nats://me:x@h", "nats_creds": "seed"}, "nats and nats_creds both hold credentials; "),
     ],
 )
-def test_unusable_login_settings_fail_with_one_line_that_holds_no_secret(
+def test_unusable_nats_login_settings_fail_with_one_line_that_contains_no_secret(
     tmp_path: Path, given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
@@ -278,7 +278,7 @@ def test_unusable_login_settings_fail_with_one_line_that_holds_no_secret(
     assert PASSWORD not in str(caught.value)
 
 
-def test_an_encrypted_private_key_for_tls_is_refused(tmp_path: Path, keys: Path) -> None:
+def test_an_encrypted_tls_private_key_for_nats_is_refused(tmp_path: Path, keys: Path) -> None:
     command = ["openssl", "pkey", "-in", keys / "user.key", "-aes256"]
     command += ["-passout", "pass:x", "-out", "locked.key"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
@@ -288,7 +288,7 @@ def test_an_encrypted_private_key_for_tls_is_refused(tmp_path: Path, keys: Path)
 
 
 @pytest.mark.parametrize("command", [("serve",), ("doctor",), ("info",), ("ask", "hi"), ("exporter",)])
-def test_commands_have_an_option_for_a_credentials_file_but_none_for_a_password(
+def test_commands_have_an_option_for_a_nats_credentials_file_but_none_for_a_password(
     tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "configure", lambda *_: None)  # the log of this process is the tests'

@@ -104,7 +104,7 @@ async def turns(client: Client, *, number: int = 1) -> list[Any]:
     return found
 
 
-async def test_parent_and_fork_forgotten_together_at_two_workers_leave_nothing_at_either(
+async def test_a_parent_session_and_its_fork_forgotten_together_at_two_workers_leave_no_kv_at_either_worker(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each worker sees the other's session as open; only the log says that both are being closed."""
@@ -162,7 +162,7 @@ def _stored(store: Any, tokens: Any) -> int:
     return int(match.num_tokens)
 
 
-async def test_a_worker_that_still_runs_a_session_does_not_confirm_that_its_kv_is_erased(
+async def test_a_worker_that_still_runs_a_session_does_not_confirm_the_erasure_of_its_kv(
     cluster: Start,
 ) -> None:
     """What its turn stores continues the session's tokens, so these stay until the turn has ended."""
@@ -204,7 +204,7 @@ def member(name: str, **fields: Any) -> Member:
     return Member(name, "host", 1, name, boot=f"boot{name}", serves=True, **fields)
 
 
-def test_the_end_of_a_worker_moves_only_its_own_sessions_and_spreads_them_over_all_the_others() -> None:
+def test_when_a_worker_ends_only_its_own_sessions_move_and_are_spread_over_all_other_workers() -> None:
     workers = [member(name) for name in "abcd"]
     keys = [SessionKey("t", f"s{number}") for number in range(400)]
     before = {key: choose_by_hash(workers, key) for key in keys}
@@ -238,7 +238,7 @@ def owners_of(me: Member, others: list[Member], out: dict[str, str], forks: dict
 
 
 @pytest.mark.parametrize("at", "abc")
-async def test_all_workers_choose_the_same_worker_for_a_session(at: str) -> None:
+async def test_all_workers_of_a_subject_prefix_choose_the_same_worker_for_a_session(at: str) -> None:
     """That of its last result, else that of its parent, else one by hashing its root."""
     all_of_them = {name: member(name) for name in "abc"}
     out = {"ran": "b", "parent": "c", "ended": "z", "fork": "z", "loop": "z", "other": "z"}
@@ -257,7 +257,7 @@ async def test_all_workers_choose_the_same_worker_for_a_session(at: str) -> None
     assert (await owner("loop"))[1], "a forged log cannot keep a worker in a loop"
 
 
-async def test_a_draining_worker_is_asked_about_its_sessions_and_names_the_worker_that_takes_them() -> None:
+async def test_requests_for_a_draining_workers_sessions_go_to_that_worker_which_names_the_successor() -> None:
     """It may be at work on the session, which only it knows."""
     drains, other, key = member("a", drains=True), member("b"), SessionKey("t", "s")
     assert (await owners_of(other, [drains], {"s": "a"}, {}).owner(key)).member == drains
@@ -267,7 +267,9 @@ async def test_a_draining_worker_is_asked_about_its_sessions_and_names_the_worke
     assert (await owners_of(drains, [also], {"s": "a"}, {}).owner(key)).member == drains
 
 
-async def test_a_forget_asks_every_other_worker_to_erase_and_trusts_only_the_answer_of_that_worker() -> None:
+async def test_forgetting_a_session_asks_all_other_workers_to_erase_and_counts_only_those_that_confirm() -> (
+    None
+):
     answers = {"yes": b"true", "not yet": b"false", "also yes": b"true", "stops": b'"stops"'}
 
     async def request(address: str, *_: Any, **__: Any) -> Any:
@@ -285,7 +287,7 @@ async def test_a_forget_asks_every_other_worker_to_erase_and_trusts_only_the_ans
     assert erased == {name: name in ("yes", "also yes") for name in names}
 
 
-async def test_a_worker_that_stops_tells_others_at_once_that_it_answers_nothing_more() -> None:
+async def test_a_stopping_worker_refuses_requests_of_other_workers_at_once_with_the_reply_stops() -> None:
     """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
     answers = []
 
@@ -339,7 +341,7 @@ async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
 
 @pytest.mark.packaging
 @pytest.mark.process
-async def test_a_paused_worker_swallows_no_request_and_stores_no_second_result_when_it_resumes(
+async def test_a_paused_worker_process_loses_no_request_and_stores_no_second_result_when_resumed(
     nats_url: str, processes: Any, look: Any
 ) -> None:
     """Of the requests on `ask` and `ctl`, the server gives about half to the paused worker."""
@@ -368,7 +370,7 @@ async def test_a_paused_worker_swallows_no_request_and_stores_no_second_result_w
         assert workers[paused].running
 
 
-async def test_other_workers_serve_the_sessions_of_a_worker_that_still_loads_its_model(
+async def test_other_workers_serve_the_sessions_of_a_worker_that_is_still_loading_its_model(
     cluster: Start, look: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = await cluster("first"), await cluster("second")
@@ -392,7 +394,7 @@ async def test_other_workers_serve_the_sessions_of_a_worker_that_still_loads_its
     await starting
 
 
-async def test_an_unusable_remote_tier_fails_the_start_and_says_why(
+async def test_a_worker_with_an_unusable_remote_tier_fails_to_start_with_the_reason(
     local_worker: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "tier").write_text("a file")

@@ -21,7 +21,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.sessions.dead_letters import RequestAttempts
 
 
-async def test_the_documented_permissions_let_a_client_use_its_sessions_but_not_forge_messages(
+async def test_the_documented_nats_permissions_let_a_client_use_its_sessions_but_not_forge_messages(
     foreign_server: Any, local_worker: Any, tmp_path: Any
 ) -> None:
     client = {
@@ -108,7 +108,7 @@ def rows() -> list[tuple[list[str], list[str]]]:
 
 
 @pytest.mark.packaging
-async def test_each_command_succeeds_with_only_the_permissions_that_docs_log_lists_for_it(
+async def test_each_command_succeeds_with_only_the_nats_permissions_that_docs_log_lists_for_that_command(
     foreign_server: Callable[..., Any],
     local_worker: Callable[..., Any],
     tmp_path: Path,

@@ -54,7 +54,7 @@ async def fail_to_start(**settings: object) -> str:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_a_wrong_model_or_setting_fails_the_start_before_a_stream_is_made(
+async def test_a_wrong_model_or_setting_makes_the_worker_start_fail_before_a_nats_stream_is_created(
     wrong: str, tmp_path: Path, tiny_model: Path, nats_url: str
 ) -> None:
     changes, says = WRONG[wrong]
@@ -67,7 +67,7 @@ async def test_a_wrong_model_or_setting_fails_the_start_before_a_stream_is_made(
     await client.close()
 
 
-def test_a_worker_without_a_terminal_logs_without_colours_that_it_converts_a_model(tmp_path: Path) -> None:
+def test_a_worker_without_a_terminal_logs_the_conversion_of_a_model_without_colours(tmp_path: Path) -> None:
     from tests.model.tiny_gguf import TinyLlama
 
     path = TinyLlama().write(tmp_path / "tiny.gguf")
@@ -77,7 +77,7 @@ def test_a_worker_without_a_terminal_logs_without_colours_that_it_converts_a_mod
     assert "\x1b" not in done.stderr
 
 
-def test_serve_does_not_mistake_the_output_of_a_models_code_for_a_report_of_its_worker(
+def test_serve_does_not_read_output_printed_by_model_code_as_a_status_report_of_its_worker(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     """Importing mlx-lm's olmo prints a line on standard output, and then exits."""
@@ -106,7 +106,7 @@ def test_serve_check_exits_with_0_if_a_worker_would_start_and_starts_no_nats_ser
         (("--max-batch", "0"), 2, "--max-batch: '0' is not valid"),
     ],
 )
-def test_serve_check_says_why_a_worker_would_not_start(
+def test_serve_check_fails_with_the_reason_why_a_worker_would_not_start(
     options: tuple[str, ...], code: int, says: str, tmp_path: Path
 ) -> None:
     done = serve(tmp_path, "--check", *options)
@@ -124,7 +124,7 @@ def test_serve_check_says_why_a_worker_would_not_start(
         ),
     ],
 )
-def test_serve_refuses_settings_that_contradict_each_other_with_and_without_check(
+def test_serve_with_and_without_check_refuses_settings_that_contradict_each_other(
     check: tuple[str, ...], options: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     """With code 2, at which a service does not start again, and before a NATS server runs."""
@@ -134,7 +134,7 @@ def test_serve_refuses_settings_that_contradict_each_other_with_and_without_chec
     assert not (tmp_path / "data" / "nats-server.conf").exists()
 
 
-def test_serve_check_fails_for_a_gateways_port_that_another_program_has(
+def test_serve_check_fails_if_another_program_holds_the_port_of_the_gateway(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -145,7 +145,7 @@ def test_serve_check_fails_for_a_gateways_port_that_another_program_has(
     assert f"port {port} of 127.0.0.1 is taken by another program" in done.stdout
 
 
-def test_a_log_line_is_one_write_so_that_lines_of_several_processes_never_mix():
+def test_each_log_line_of_a_worker_is_written_by_a_single_system_call():
     reading, writing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps writes apart
     lines = 'configure("json", "info"); log = structlog.get_logger(); log.info("one"); log.info("two")'
     source = f"import structlog; from worker.observe.logs import configure; {lines}"
@@ -156,7 +156,7 @@ def test_a_log_line_is_one_write_so_that_lines_of_several_processes_never_mix():
     assert all(line.endswith(b"\n") for line in written)
 
 
-def test_a_log_line_that_cannot_be_written_is_dropped():
+def test_a_log_line_that_cannot_be_written_is_dropped_without_an_error():
     source = "import structlog; from worker.observe.logs import configure; configure('json', 'info')"
     reading, writing = os.pipe()
     os.close(reading)

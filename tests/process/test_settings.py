@@ -33,7 +33,7 @@ def refusal(flags=None, environ=None, toml: str | None = None, *, cwd: Path) -> 
     return message
 
 
-def test_settings_have_their_defaults_if_nothing_is_given(tmp_path):
+def test_settings_have_their_default_values_without_flags_variables_and_file(tmp_path):
     settings = load({}, {}, None, tmp_path)
     assert settings == Settings()
     assert settings.nats is None
@@ -50,7 +50,7 @@ def test_flags_override_the_environment_which_overrides_the_settings_file(tmp_pa
     assert settings.min_free_disk == 2**30
 
 
-def test_each_setting_has_a_purpose_a_flag_like_its_variable_and_a_default_that_its_variable_accepts(
+def test_each_setting_has_a_description_a_flag_an_environment_variable_and_a_valid_default(
     tmp_path,
 ):
     """The name in the file, the flag and the variable match, and each variable is read."""
@@ -92,7 +92,7 @@ def test_each_setting_has_a_purpose_a_flag_like_its_variable_and_a_default_that_
         ("health", "box.example:9424", ("box.example", 9424)),
     ],
 )
-def test_a_setting_takes_the_common_spellings_of_its_value_from_flags_variables_and_the_file(
+def test_a_setting_accepts_common_spellings_of_its_value_in_flags_environment_variables_and_the_file(
     tmp_path, name, given, read
 ):
     assert getattr(load({name: given}, {}, None, tmp_path), name) == read
@@ -102,13 +102,13 @@ def test_a_setting_takes_the_common_spellings_of_its_value_from_flags_variables_
         assert getattr(load({}, {}, None, tmp_path), name) == read
 
 
-def test_the_words_embedded_auto_and_packaged_reset_settings_of_the_file_to_their_defaults(tmp_path):
+def test_the_flag_values_embedded_auto_and_packaged_reset_settings_of_the_file_to_their_defaults(tmp_path):
     write(tmp_path, 'nats = "nats://queue:4222"\ndevice_memory = "1GiB"\nmodel = "some/model"\n')
     settings = load({"nats": "embedded", "device_memory": "auto", "model": "packaged"}, {}, None, tmp_path)
     assert (settings.nats, settings.device_memory, settings.model) == (None, None, None)
 
 
-def test_tenant_limits_can_be_a_table_of_the_settings_file_or_one_text(tmp_path):
+def test_tenant_limits_can_be_given_as_a_table_of_the_settings_file_or_as_one_string(tmp_path):
     write(tmp_path, "[tenants]\nrows = 2\nmemory = '1GiB'\n[models.a]\nmodel = 'x'\n")
     expected = TenantLimits(rows=2, memory=2**30)
     assert load({}, {}, None, tmp_path).tenants == expected
@@ -132,7 +132,7 @@ def test_a_data_dir_in_an_unknown_users_home_directory_is_refused(tmp_path):
     assert message == f"TURNKEEP_DATA_DIR: {why}"
 
 
-def test_an_empty_environment_variable_or_one_for_tests_changes_no_setting(tmp_path):
+def test_an_empty_environment_variable_or_one_reserved_for_tests_changes_no_setting(tmp_path):
     environ = {"TURNKEEP_MAX_BATCH": "", "TURNKEEP_TEST_WHATEVER": "1", "OTHER": "x"}
     assert load({}, environ, None, tmp_path) == Settings()
 
@@ -190,7 +190,9 @@ HEALTHLESS = ("", "box", "box:", "0", "65536", "::1", "::1:80", "[::1]", "a b:80
         ("log_level", ["info"], "one of auto, debug, info, warning, error"),
     ],
 )
-def test_an_invalid_value_of_a_setting_is_refused_with_the_allowed_values(tmp_path, name, value, right):
+def test_an_invalid_value_of_a_setting_is_refused_with_an_error_that_names_the_allowed_values(
+    tmp_path, name, value, right
+):
     message = refusal({name: value}, cwd=tmp_path)
     assert message.startswith("--" + name.replace("_", "-") + ": ")
     assert right in message
@@ -238,7 +240,7 @@ unload_after_s = "off"
 """
 
 
-def test_a_model_table_overrides_the_file_and_is_overridden_by_flags_and_variables(tmp_path):
+def test_a_model_table_overrides_the_rest_of_the_settings_file_but_not_flags_and_variables(tmp_path):
     write(tmp_path, MODELS)
     models = load_models({"kv_bits": "8"}, {"TURNKEEP_MAX_CONTEXT": "30"}, None, tmp_path)
     assert [*models] == ["small", "coder:30b"]
@@ -260,7 +262,7 @@ def test_a_model_table_overrides_the_file_and_is_overridden_by_flags_and_variabl
     assert load({}, {}, None, tmp_path, of="coder:30b").model == "org/coder"
 
 
-def test_the_model_tables_are_ignored_if_a_model_or_prefix_is_given(tmp_path):
+def test_the_model_tables_of_the_settings_file_are_ignored_if_a_model_or_subject_prefix_is_given(tmp_path):
     write(tmp_path, MODELS)
     for given in ({"model": "org/other"}, {"prefix": "other"}):
         assert load_models(given, {}, None, tmp_path) == {}
@@ -294,14 +296,14 @@ def test_the_model_tables_are_ignored_if_a_model_or_prefix_is_given(tmp_path):
         ("model = 'z'\n[models.a]\nmodel = 'x'", "make it one of them"),
     ],
 )
-def test_an_invalid_model_table_is_refused_with_advice(tmp_path, toml, says):
+def test_an_invalid_model_table_of_the_settings_file_is_refused_with_advice(tmp_path, toml, says):
     write(tmp_path, toml)
     with pytest.raises(SettingsError, match=says) as caught:
         load_models({}, {}, None, tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_without_a_table_is_refused_with_the_names_of_the_tables(tmp_path):
+def test_a_model_name_without_a_table_in_the_settings_file_is_refused_with_the_names_of_the_tables(tmp_path):
     for toml, says in (
         ("", r"no table \[models.x\].*; without such tables, turnkeep"),
         ("[models.a]\nmodel = 'x'\n", r"there is no table \[models.x\] in .*; it has a$"),
@@ -337,7 +339,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("changes", "beside", "says"), CONTRADICTIONS)
-def test_settings_that_contradict_each_other_or_the_disk_are_refused(changes, beside, says, tmp_path):
+def test_settings_that_contradict_each_other_or_exceed_the_disk_are_refused(changes, beside, says, tmp_path):
     settings = Settings(**{"data_dir": tmp_path / "new" / "data"} | changes)
 
     def check() -> None:
@@ -348,7 +350,7 @@ def test_settings_that_contradict_each_other_or_the_disk_are_refused(changes, be
         check()
 
 
-def test_settings_with_different_ports_or_any_free_ones_fit_together_also_on_a_small_disk(
+def test_settings_with_different_ports_or_port_0_are_accepted_together_even_on_a_small_disk(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2**20))

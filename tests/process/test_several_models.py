@@ -101,7 +101,7 @@ async def house(tmp_path: Path, tiny_model: Path) -> AsyncIterator[Callable[...,
 
 
 @pytest.mark.process
-async def test_a_request_loads_its_model_and_unloads_another_one_if_memory_is_short(house: Any) -> None:
+async def test_a_request_loads_its_model_and_unloads_another_model_if_memory_is_short(house: Any) -> None:
     at = await house()
     listed = (await at.http.get("/v1/models")).json()["data"]
     assert [(one["id"], one["context_window"]) for one in listed] == [("tiny", 2048), ("wide:1b", 2048)]
@@ -135,7 +135,9 @@ async def test_a_request_loads_its_model_and_unloads_another_one_if_memory_is_sh
 
 @pytest.mark.packaging
 @pytest.mark.process
-async def test_an_unused_model_is_unloaded_and_its_session_is_restored_later(house: Any) -> None:
+async def test_a_model_unused_for_a_while_is_unloaded_and_its_session_continues_after_a_reload(
+    house: Any,
+) -> None:
     at = await house(unload_after_s="1")
     first = await at.chat("tiny", LONG)
     process, counted = (
@@ -162,7 +164,7 @@ async def test_an_unused_model_is_unloaded_and_its_session_is_restored_later(hou
 
 
 @pytest.mark.process
-async def test_an_unloaded_model_is_listed_as_one_that_reads_images_if_it_does(
+async def test_the_gateways_model_list_shows_for_models_not_loaded_whether_they_accept_images(
     house: Any, taught_model: Path
 ) -> None:
     at = await house(tiny=taught_model)
@@ -171,7 +173,7 @@ async def test_an_unloaded_model_is_listed_as_one_that_reads_images_if_it_does(
     assert at.workers() == {}
 
 
-async def test_requests_for_a_loading_model_stay_held_if_its_worker_dies_before_they_are_passed_on(
+async def test_requests_for_a_loading_model_are_kept_if_the_models_worker_dies_before_receiving_them(
     nats_url: str,
 ) -> None:
     """The supervisor then cancels `end`."""
@@ -197,7 +199,7 @@ async def test_requests_for_a_loading_model_stay_held_if_its_worker_dies_before_
     await nc.close()
 
 
-async def test_a_request_to_load_a_model_is_answered_with_an_error_if_the_supervisor_fails(
+async def test_a_request_to_load_a_model_gets_an_error_reply_if_the_supervisor_fails(
     nats_url: str,
 ) -> None:
     async def fails(_: object) -> str:
@@ -215,7 +217,7 @@ async def test_a_request_to_load_a_model_is_answered_with_an_error_if_the_superv
     await nc.close()
 
 
-async def test_waiting_requests_of_one_tenant_for_a_loading_model_leave_places_for_other_tenants(
+async def test_requests_of_one_tenant_waiting_for_a_loading_model_leave_room_for_those_of_other_tenants(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.wire.activator._MOST_HELD", 8)
@@ -243,7 +245,7 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, e
     await until(lambda: not at.workers())
 
 
-async def test_reloaded_settings_apply_to_the_next_worker_process_too() -> None:
+async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too() -> None:
     alone = Supervisor(Settings(), {"a": Settings(other_model="refuse")})
     with structlog.testing.capture_logs() as logs:
         await alone.reload(Settings(), {"a": Settings(max_disk=5)})
@@ -256,7 +258,7 @@ async def test_reloaded_settings_apply_to_the_next_worker_process_too() -> None:
 
 @pytest.mark.packaging
 @pytest.mark.process
-async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any) -> None:
+async def test_serve_refuses_to_start_with_a_model_larger_than_the_memory_budget(house: Any) -> None:
     at = await house(memory="'25MiB'")
     assert not at.process.running
     assert at.process.log.splitlines()[-1] == (
@@ -265,7 +267,9 @@ async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any)
     )
 
 
-def test_the_longest_unused_models_are_unloaded_and_none_if_all_together_free_too_little() -> None:
+def test_the_longest_unused_models_are_unloaded_first_and_none_if_all_together_free_too_little_memory() -> (
+    None
+):
     old, new = IdleModel(1.0, 10, "old"), IdleModel(2.0, 20, "new")
     assert choose_to_unload(0, [new, old]) == []
     assert choose_to_unload(5, [new, old]) == ["old"]
@@ -283,7 +287,7 @@ class Busy:
         return self.is_busy
 
 
-async def test_the_time_until_a_model_is_unloaded_begins_when_its_last_answer_has_ended() -> None:
+async def test_the_idle_time_after_which_a_model_is_unloaded_starts_at_the_end_of_its_last_answer() -> None:
     alone, busy = Supervisor(Settings(), {"a": Settings(unload_after_s=1.0)}), Busy()
     (model,) = alone._models
     model.process = True  # type: ignore[assignment]  # a stub
@@ -298,7 +302,7 @@ async def test_the_time_until_a_model_is_unloaded_begins_when_its_last_answer_ha
     assert await alone._is_idle(model)
 
 
-async def test_a_model_that_is_being_loaded_is_shown_as_unloaded_and_not_silent() -> None:
+async def test_serve_publishes_metrics_of_a_model_that_is_being_loaded_with_the_state_unloaded() -> None:
     alone, told = Supervisor(Settings(), {"a": Settings()}), asyncio.Event()
     (model,) = alone._models
     model.needs = UNKNOWN
@@ -314,7 +318,7 @@ async def test_a_model_that_is_being_loaded_is_shown_as_unloaded_and_not_silent(
     publishing.cancel()
 
 
-async def test_a_model_in_use_is_unloaded_only_when_another_has_waited_long_enough(
+async def test_a_model_in_use_is_unloaded_only_after_another_model_has_waited_long_enough_for_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_memory, "_LOOK_S", 0.01)
@@ -339,7 +343,7 @@ async def test_a_model_in_use_is_unloaded_only_when_another_has_waited_long_enou
         await waiting
 
 
-async def test_a_model_that_waits_for_memory_unloads_no_other_model_once_one_has_been_unloaded(
+async def test_for_a_model_that_waits_for_memory_no_second_model_is_unloaded_once_one_has_been_unloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is unloaded while the other models are asked whether they have work."""
@@ -397,7 +401,7 @@ class Runs:
         return True
 
 
-async def test_a_model_whose_worker_never_gets_ready_is_tried_again_at_its_next_request(
+async def test_a_model_whose_worker_failed_to_become_ready_is_loaded_again_at_its_next_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.0))
@@ -413,7 +417,7 @@ async def test_a_model_whose_worker_never_gets_ready_is_tried_again_at_its_next_
     keeping.cancel()
 
 
-async def test_a_worker_that_ends_after_it_has_served_for_a_while_is_started_again_at_once(
+async def test_serve_restarts_a_worker_at_once_if_the_worker_had_served_for_a_while_before_it_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "_PAUSES_S", (1000.0, 1000.0))
@@ -470,7 +474,7 @@ async def served(
     await nc.close()
 
 
-async def test_questions_to_a_changed_model_that_never_loads_are_answered_and_the_log_says_why(
+async def test_requests_to_a_newly_selected_model_that_cannot_be_loaded_get_an_error_with_the_reason(
     served: tuple[Supervisor, nats.NATS],
 ) -> None:
     alone, nc = served
@@ -490,7 +494,7 @@ async def test_questions_to_a_changed_model_that_never_loads_are_answered_and_th
     await until(lambda: alone._models[0].is_loaded)
 
 
-async def test_serve_tries_again_while_no_process_can_be_started(
+async def test_serve_retries_while_the_system_cannot_start_a_process(
     served: tuple[Supervisor, nats.NATS], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at the system's limit of processes; also of threads, as asyncio may need one for each process."""
@@ -522,7 +526,7 @@ async def test_serve_tries_again_while_no_process_can_be_started(
     )
 
 
-async def test_the_model_of_a_worker_is_changed_even_while_requests_keep_coming(
+async def test_the_model_of_a_worker_can_be_changed_even_while_requests_keep_arriving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alone, served = Supervisor(Settings(model="old"), {}), list[str | None]()
@@ -552,7 +556,7 @@ async def test_the_model_of_a_worker_is_changed_even_while_requests_keep_coming(
     serving.cancel()
 
 
-async def test_workers_assume_that_an_external_server_syncs_every_two_minutes_unless_told_otherwise(
+async def test_workers_assume_that_an_external_nats_server_syncs_every_two_minutes_unless_configured(
     tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does by default: so much a power cut may lose, which workers must not take for stored."""
@@ -571,7 +575,7 @@ async def test_workers_assume_that_an_external_server_syncs_every_two_minutes_un
     assert told._models[0].settings.sync_s == 0
 
 
-async def test_a_worker_that_stops_raises_no_error_if_its_standby_process_was_killed_before() -> None:
+async def test_stopping_a_worker_whose_standby_process_was_killed_raises_no_error() -> None:
     """As by whoever sends SIGTERM to all of its processes."""
     waiting = Standby()
     process = await waiting.hire()

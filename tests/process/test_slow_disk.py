@@ -54,7 +54,7 @@ async def quiet(client: Client) -> None:
 
 
 @pytest.mark.parametrize("end", ["after a quiet time", "stopped at once"])
-async def test_after_a_full_queue_on_a_slow_disk_the_next_worker_prefills_at_most_one_block(
+async def test_after_a_restart_with_a_full_write_queue_on_a_slow_disk_at_most_one_block_is_prefilled_again(
     local_worker: Callable[..., Awaitable[LocalWorker]],
     endless_model: Path,
     tmp_path: Path,
@@ -86,7 +86,7 @@ async def test_after_a_full_queue_on_a_slow_disk_the_next_worker_prefills_at_mos
     assert SAYS not in [one["event"] for one in logs]
 
 
-async def test_a_worker_that_stops_says_how_many_tokens_it_could_not_store(
+async def test_a_stopping_worker_logs_how_many_tokens_of_kv_it_could_not_write_to_disk(
     local_worker: Callable[..., Awaitable[LocalWorker]],
     endless_model: Path,
     monkeypatch: pytest.MonkeyPatch,

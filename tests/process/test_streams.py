@@ -32,7 +32,7 @@ def js(client):
     return client.jetstream()
 
 
-async def test_the_log_is_set_to_refuse_messages_when_full_and_the_token_stream_to_drop_old_ones(
+async def test_the_log_stream_refuses_messages_when_full_and_the_token_stream_drops_old_messages(
     js, settings
 ):
     streams = await ensure(js, SUBJECTS, settings)
@@ -45,7 +45,9 @@ async def test_the_log_is_set_to_refuse_messages_when_full_and_the_token_stream_
     assert tokens.allow_direct
 
 
-async def test_the_streams_store_requests_results_checkpoints_and_chunks_but_no_other_subjects(js, settings):
+async def test_the_nats_streams_store_requests_results_checkpoints_and_chunks_but_no_other_subjects(
+    js, settings
+):
     await ensure(js, SUBJECTS, settings)
     for subject, stream in (
         (SUBJECTS.of(KEY, "in"), "turnkeep_log"),
@@ -80,13 +82,13 @@ async def test_subscribers_receive_a_result_only_if_the_log_has_stored_it(client
     assert (await js.get_last_msg("turnkeep_log", SUBJECTS.of(KEY, "out"))).data == b"first"
 
 
-async def test_workers_with_different_settings_can_make_the_streams_at_the_same_time(js, settings):
+async def test_workers_with_different_settings_can_create_the_nats_streams_at_the_same_time(js, settings):
     others = [dataclasses.replace(settings, log_max_bytes=size) for size in (2**24, 2**25, 2**26)]
     await asyncio.gather(*(ensure(js, SUBJECTS, other) for other in others))
     assert (await js.stream_info("turnkeep_log")).config.max_bytes in map(open_bytes, (2**24, 2**25, 2**26))
 
 
-async def test_changed_settings_are_applied_to_existing_streams_and_their_messages_stay(js, settings):
+async def test_changed_settings_are_applied_to_existing_nats_streams_and_their_messages_stay(js, settings):
     await ensure(js, SUBJECTS, settings)
     await js.publish(SUBJECTS.of(KEY, "in"), b"request")
     log = (await js.stream_info("turnkeep_log")).config
@@ -106,14 +108,14 @@ async def test_changed_settings_are_applied_to_existing_streams_and_their_messag
         await js.publish(SUBJECTS.of(KEY, "in"), b"x" * 2**17)
 
 
-async def test_a_message_of_the_maximum_size_including_its_headers_is_stored(js, settings):
+async def test_the_log_stream_stores_a_message_of_the_maximum_size_including_its_headers(js, settings):
     await ensure(js, SUBJECTS, settings)
     headers = {"traceparent": "y" * 1000}
     body = b"x" * (settings.max_message_bytes - 1100)
     assert await js.publish(SUBJECTS.of(KEY, "in"), body, headers=headers)
 
 
-async def test_a_full_log_refuses_new_messages_and_keeps_its_old_ones(js, settings):
+async def test_a_full_log_stream_refuses_new_messages_and_keeps_its_old_messages(js, settings):
     await ensure(js, SUBJECTS, dataclasses.replace(settings, log_max_bytes=2**20))
     await js.publish(SUBJECTS.of(KEY, "in"), b"x" * 2**19)
     with pytest.raises(APIError, match="maximum bytes exceeded"):
@@ -121,7 +123,9 @@ async def test_a_full_log_refuses_new_messages_and_keeps_its_old_ones(js, settin
     assert (await js.stream_info("turnkeep_log")).state.first_seq == 1
 
 
-async def test_a_limit_that_the_log_has_passed_is_refused_and_a_full_log_keeps_its_limit(js, settings):
+async def test_a_size_limit_below_the_size_of_the_log_is_refused_and_a_log_full_to_its_limit_is_accepted(
+    js, settings
+):
     """By one entry's overhead a full log may be larger than its limit: its workers can start again."""
     full, lower = (dataclasses.replace(settings, log_max_bytes=size) for size in (2**20, 2**20 - 2**15))
     await ensure(js, SUBJECTS, full)
@@ -135,7 +139,7 @@ async def test_a_limit_that_the_log_has_passed_is_refused_and_a_full_log_keeps_i
     assert (await js.stream_info("turnkeep_log")).config.max_bytes == open_bytes(2**20)
 
 
-async def test_messages_of_two_tenants_with_the_same_message_id_are_not_duplicates(js, settings):
+async def test_messages_of_two_tenants_with_the_same_message_id_are_both_stored(js, settings):
     await ensure(js, SUBJECTS, settings)
     headers = {"Nats-Msg-Id": "1"}
     await js.publish(SUBJECTS.of(SessionKey("a", "s"), "in"), b"x", headers=headers)
@@ -144,7 +148,9 @@ async def test_messages_of_two_tenants_with_the_same_message_id_are_not_duplicat
     assert not ack.duplicate
 
 
-async def test_making_the_log_stream_fails_and_names_another_stream_that_has_its_subjects(js, settings):
+async def test_creating_the_log_stream_fails_and_names_another_nats_stream_that_has_its_subjects(
+    js, settings
+):
     await js.add_stream(name="theirs", subjects=["turnkeep.>"], no_ack=True)
     with pytest.raises(
         BrokerError, match="belong to the stream theirs; remove that stream, or choose another --prefix"
@@ -152,13 +158,15 @@ async def test_making_the_log_stream_fails_and_names_another_stream_that_has_its
         await ensure(js, SUBJECTS, settings)
 
 
-async def test_a_prefix_whose_stream_name_belongs_to_another_prefix_is_refused(js, settings):
+async def test_a_subject_prefix_whose_log_stream_name_belongs_to_another_prefix_is_refused(js, settings):
     await ensure(js, Subjects("a.b"), settings)
     with pytest.raises(BrokerError, match=r"a_b_log exists with the subjects a\.b.*choose another --prefix"):
         await ensure(js, Subjects("a_b"), settings)
 
 
-async def test_an_empty_log_of_another_version_is_upgraded_and_one_with_messages_is_refused(js, settings):
+async def test_an_empty_log_stream_of_another_version_is_upgraded_and_one_with_messages_is_refused(
+    js, settings
+):
     subjects = [SUBJECTS.every("in"), SUBJECTS.every("commit")]
     await js.add_stream(name="turnkeep_log", subjects=subjects, metadata={"owner": "ops"})
     await ensure(js, SUBJECTS, settings)
@@ -201,7 +209,7 @@ async def test_a_nats_server_without_space_for_the_log_is_refused_with_advice(
     await client.close()
 
 
-async def test_deleting_the_log_stream_raises_an_error_in_the_task_that_watches_it(js, settings, monkeypatch):
+async def test_deleting_the_log_stream_ends_the_workers_stream_check_with_an_error(js, settings, monkeypatch):
     monkeypatch.setattr(streams, "_KEEP_S", 0.1)
     await ensure(js, SUBJECTS, settings)
     keeping = asyncio.create_task(streams.keep(js, SUBJECTS, settings))
@@ -212,7 +220,9 @@ async def test_deleting_the_log_stream_raises_an_error_in_the_task_that_watches_
         await asyncio.wait_for(keeping, 5)
 
 
-async def test_a_log_stream_that_vanishes_between_two_checks_is_not_made_again(js, settings, monkeypatch):
+async def test_a_log_stream_deleted_during_a_stream_check_is_not_created_again_and_raises_an_error(
+    js, settings, monkeypatch
+):
     """An empty one would look as if nobody had ever asked anything."""
     monkeypatch.setattr(streams, "_KEEP_S", 0.1)
     await ensure(js, SUBJECTS, settings)
@@ -230,7 +240,9 @@ LOSING = ("2.10.26", "2.11.11", "2.12.15", "2.13.0", "2.14.0-RC.1", "2.14.5")
 KEEPING = ("2.12.16", "2.14.6", "2.15.0", "2.16.0-dev", "3.0.0", "mine", None)
 
 
-async def test_nats_server_versions_that_can_lose_entries_are_recognised(client, monkeypatch):
+async def test_nats_server_versions_that_can_lose_log_entries_are_recognised_by_their_number(
+    client, monkeypatch
+):
     for version in (*LOSING, *KEEPING):
         with monkeypatch.context() as patched:
             if version:

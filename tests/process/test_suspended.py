@@ -29,7 +29,7 @@ SLEEP_S = 13.0
 
 
 @pytest.mark.process
-async def test_an_answer_continues_after_the_machine_slept_longer_than_a_worker_may_be_silent(
+async def test_an_answer_continues_after_the_machine_slept_longer_than_the_worker_timeout(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker = worker_process()
@@ -55,7 +55,7 @@ async def test_an_answer_continues_after_the_machine_slept_longer_than_a_worker_
         assert "attempt" not in {entry.kind for entry in await client.log("asleep")}
 
 
-async def test_the_worker_keeps_macos_awake_only_while_requests_are_at_work(
+async def test_a_worker_keeps_macos_awake_only_while_requests_are_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "caffeinate"
@@ -78,7 +78,7 @@ async def test_the_worker_keeps_macos_awake_only_while_requests_are_at_work(
     assert (tmp_path / "caffeinate.log").read_text() == 2 * f"-i -w {os.getpid()}\n"
 
 
-async def test_a_worker_runs_on_without_the_program_that_keeps_macos_awake(
+async def test_a_worker_serves_even_without_the_macos_program_that_prevents_sleep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

@@ -44,7 +44,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-async def test_a_turn_is_a_span_in_its_clients_trace_with_its_phases_as_child_spans(
+async def test_the_trace_of_a_client_contains_its_turn_as_a_span_with_the_turns_phases_as_child_spans(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
 ) -> None:
     worker = await local_worker(otlp_endpoint=receiver.url)
@@ -91,7 +91,7 @@ async def test_a_turn_is_a_span_in_its_clients_trace_with_its_phases_as_child_sp
     assert parts["decode"].start_ns <= parts["snapshot"].start_ns
 
 
-async def test_the_span_of_an_append_after_a_restart_shows_the_restored_tokens(
+async def test_the_trace_span_of_an_append_after_a_restart_shows_the_number_of_restored_tokens(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
 ) -> None:
     worker = await local_worker()
@@ -110,7 +110,7 @@ async def test_the_span_of_an_append_after_a_restart_shows_the_restored_tokens(
     assert "decode" not in parts
 
 
-async def test_spans_contain_no_text_of_the_conversation(
+async def test_trace_spans_contain_no_text_of_the_conversation(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
 ) -> None:
     worker = await local_worker(otlp_endpoint=receiver.url)
@@ -130,7 +130,7 @@ async def test_spans_contain_no_text_of_the_conversation(
     assert not any(b"purple" in body for body in receiver.bodies)
 
 
-async def test_malformed_trace_headers_start_a_new_trace_and_unsampled_ones_make_no_span(
+async def test_a_malformed_trace_header_starts_a_new_trace_and_an_unsampled_header_makes_no_span(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
 ) -> None:
     """A repeated request has a span of its own, which names the first request."""
@@ -155,7 +155,7 @@ async def test_malformed_trace_headers_start_a_new_trace_and_unsampled_ones_make
     assert set(receiver.children(two)) == {"queue"}
 
 
-async def test_the_span_of_a_request_on_the_ask_subject_is_a_child_of_the_clients_span(
+async def test_the_trace_span_of_a_request_on_the_ask_subject_is_a_child_of_the_clients_span(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import nats
@@ -174,7 +174,7 @@ async def test_the_span_of_a_request_on_the_ask_subject_is_a_child_of_the_client
     assert turn.resource["service.name"] == "garden-worker"
 
 
-async def test_turns_succeed_while_the_collector_is_down_and_spans_arrive_once_it_is_back(
+async def test_turns_succeed_while_the_trace_collector_is_down_and_spans_arrive_once_the_collector_is_back(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
@@ -224,7 +224,7 @@ def test_turns_do_not_wait_for_a_hanging_trace_collector_and_lost_spans_are_logg
     assert ["takes spans again; some are lost" in line["event"] for line in logs] == [True]
 
 
-def test_stopping_the_traces_does_not_wait_for_a_hanging_collector_and_logs_that_spans_are_lost(
+def test_stopping_does_not_wait_for_a_hanging_trace_collector_and_logs_that_spans_are_lost(
     receiver: Receiver,
 ) -> None:
     taken, done = threading.Event(), threading.Event()
@@ -252,7 +252,7 @@ def sdk_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 
 
 @pytest.mark.process
-async def test_opentelemetry_is_imported_only_if_a_collector_is_configured(
+async def test_opentelemetry_is_imported_only_if_a_trace_collector_is_configured(
     worker_process: Callable[..., Any], sdk_wanted: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = worker_process()
@@ -271,7 +271,7 @@ async def test_opentelemetry_is_imported_only_if_a_collector_is_configured(
     assert len(re.findall(r"pip install -e '\.\[traces\]'", worker.log)) == 1
 
 
-async def test_a_worker_with_a_collector_but_without_the_opentelemetry_library_fails_to_start(
+async def test_a_worker_with_a_trace_collector_but_without_the_opentelemetry_library_fails_to_start(
     local_worker: Callable[..., Awaitable[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import sys

@@ -30,7 +30,9 @@ def deliveries(draw: st.DrawFn) -> tuple[list[tuple[int, str]], list[Chunk]]:
 
 
 @given(deliveries())
-def test_overlapping_repeated_reordered_or_lost_chunks_join_to_the_recorded_answer(delivery) -> None:
+def test_overlapping_repeated_reordered_or_lost_chunks_are_assembled_into_the_recorded_answer(
+    delivery,
+) -> None:
     answer, chunks = delivery
     tokens, text = tuple(token for token, _ in answer), "".join(text for _, text in answer)
     assembly = Assembly()
@@ -42,7 +44,7 @@ def test_overlapping_repeated_reordered_or_lost_chunks_join_to_the_recorded_answ
     assert [chunk.i for chunk in seen] == [sum(len(c.tokens) for c in seen[:n]) for n in range(len(seen))]
 
 
-def test_a_gap_between_chunks_is_reported_until_it_is_filled() -> None:
+def test_a_missing_chunk_is_reported_as_a_gap_until_its_tokens_have_arrived() -> None:
     assembly = Assembly()
     assert assembly.add(Chunk(i=1, tokens=(12,), text="b")) is None
     assert assembly.has_gap
@@ -50,7 +52,7 @@ def test_a_gap_between_chunks_is_reported_until_it_is_filled() -> None:
     assert not assembly.has_gap
 
 
-def test_a_chunk_with_text_but_no_tokens_adds_its_text_once() -> None:
+def test_a_repeated_chunk_with_text_but_no_tokens_adds_its_text_only_once() -> None:
     assembly = Assembly()
     assembly.add(Chunk(i=0, tokens=(11, 12), text="a"))
     assert assembly.add(Chunk(i=2, tokens=(), text="b")) == Chunk(i=2, tokens=(), text="b")

@@ -98,7 +98,7 @@ async def test_reading_the_result_before_the_generation_has_ended_raises_an_erro
         _ = generation.result
 
 
-async def test_leaving_the_iteration_early_leaves_no_subscriptions_or_tasks_behind(
+async def test_breaking_out_of_the_iteration_over_an_answer_leaves_no_subscription_or_task(
     client: Client, worker: FakeWorker
 ) -> None:
     """A `break` ends all subscriptions and tasks, but the request is still answered."""
@@ -123,7 +123,7 @@ async def test_leaving_the_iteration_early_leaves_no_subscriptions_or_tasks_behi
     assert subscriptions(client) == 0
 
 
-async def test_a_task_that_waits_for_a_result_ends_whenever_it_is_cancelled(
+async def test_a_task_that_waits_for_a_result_ends_at_once_if_it_is_cancelled_at_any_moment(
     client: Client, worker: FakeWorker
 ) -> None:
     """Even at the moment of the log's acknowledgement. No worker answers, so a lost cancel would hang."""
@@ -172,7 +172,7 @@ class Cancelling:
 
 
 @pytest.mark.parametrize("has_read", [True, False])
-async def test_leaving_the_async_with_block_early_cancels_the_answer(
+async def test_leaving_the_async_with_block_of_a_generation_early_cancels_the_answer(
     client: Client, worker: FakeWorker, has_read: bool
 ) -> None:
     """Also if the worker has not read the request yet, so that it refuses the first cancel."""
@@ -193,7 +193,7 @@ async def test_leaving_the_async_with_block_early_cancels_the_answer(
     assert subscriptions(client) == 0
 
 
-async def test_cancelling_a_task_cancels_the_answer_of_its_async_with_block(
+async def test_cancelling_a_task_inside_the_async_with_block_of_a_generation_cancels_the_answer(
     client: Client, worker: FakeWorker
 ) -> None:
     cancelling = Cancelling(worker)
@@ -230,7 +230,7 @@ async def test_leaving_the_async_with_block_of_an_answered_or_unsent_request_sen
     assert (cancelling.num_asked, reads) == (0, [])
 
 
-async def test_leaving_the_async_with_block_of_a_request_that_was_not_stored_does_not_send_it_again(
+async def test_a_generate_request_that_no_stream_stored_is_not_sent_again_when_its_async_with_block_is_left(
     client: Client, server: NatsServer
 ) -> None:
     """No worker has ever run, so no stream stores the request; one starts within the time of the cancel."""
@@ -250,7 +250,7 @@ async def test_leaving_the_async_with_block_of_a_request_that_was_not_stored_doe
     await worker.stop()
 
 
-async def test_leaving_the_async_with_block_before_the_acknowledgement_cancels_the_answer(
+async def test_leaving_the_async_with_block_before_the_log_acknowledges_the_request_cancels_the_answer(
     client: Client, worker: FakeWorker
 ) -> None:
     """Also if the worker has not read the request yet, so that it refuses the first cancel."""
@@ -275,7 +275,7 @@ async def test_leaving_the_async_with_block_before_the_acknowledgement_cancels_t
     assert len(ids) == 1
 
 
-async def test_a_readers_pauses_do_not_count_as_waiting_for_the_next_chunk(
+async def test_the_time_between_two_reads_of_the_caller_does_not_count_towards_the_answers_timeout(
     client: Client, worker: FakeWorker
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -308,7 +308,7 @@ async def test_a_failed_generation_raises_an_error_after_its_chunks(
     assert caught.value.retryable
 
 
-async def test_a_repeat_of_a_running_generation_gets_all_of_its_chunks(
+async def test_repeating_a_running_generation_under_its_request_id_yields_all_of_its_chunks(
     client: Client, worker: FakeWorker
 ) -> None:
     """The earlier chunks are read from the token stream while the first request is still being answered."""
@@ -374,7 +374,7 @@ async def test_an_answer_under_a_reused_request_id_has_no_chunks_of_the_earlier_
 
 
 @pytest.mark.parametrize("lost", [{1, 2, 4}, {0, 1, 2, 3, 4, 5}])
-async def test_the_content_of_lost_chunks_comes_with_the_result_and_junk_is_ignored(
+async def test_a_generation_takes_the_text_of_lost_chunks_from_the_result_and_ignores_malformed_chunks(
     client: Client, worker: FakeWorker, lost: set[int]
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -391,7 +391,7 @@ async def test_the_content_of_lost_chunks_comes_with_the_result_and_junk_is_igno
     assert generation.result.text == TEXT
 
 
-async def test_a_slow_reader_gets_every_chunk(
+async def test_a_caller_that_reads_slowly_gets_every_chunk(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turnkeep_client.generation, "MAX_WAITING_CHUNKS", 2)
@@ -413,7 +413,7 @@ async def test_a_slow_reader_gets_every_chunk(
     assert texts == list(TEXTS)
 
 
-async def test_a_call_whose_result_was_removed_from_the_log_raises_an_error_instead_of_waiting(
+async def test_a_client_call_whose_result_was_removed_from_the_log_raises_an_error_instead_of_waiting(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The session was closed with `forget` while the client was disconnected, so the answer is gone."""
@@ -433,7 +433,7 @@ async def test_a_call_whose_result_was_removed_from_the_log_raises_an_error_inst
         await client.session("s1").append(text="hi", timeout_s=20)
 
 
-async def test_a_call_whose_request_was_the_last_log_entry_and_was_removed_raises_an_error_after_a_delay(
+async def test_a_call_raises_an_error_after_a_delay_if_its_request_was_the_last_log_entry_and_was_removed(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only after that time is it certain that no replica merely lags behind."""
@@ -450,7 +450,7 @@ async def test_a_call_whose_request_was_the_last_log_entry_and_was_removed_raise
     assert time.monotonic() - begun_s > 1.0
 
 
-async def test_a_call_whose_request_the_server_lost_raises_even_if_another_request_has_its_sequence(
+async def test_a_call_whose_request_the_server_lost_raises_an_error_even_if_its_sequence_was_reused(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although requests before and after it, sent before or after the loss, are still there."""
@@ -476,7 +476,7 @@ async def test_a_call_whose_request_the_server_lost_raises_even_if_another_reque
     assert [one.text for one in await asyncio.gather(*answers)] == [TEXT] * 3
 
 
-async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_once(
+async def test_a_client_call_keeps_waiting_if_only_one_log_read_says_that_its_request_is_missing(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 0.1)
@@ -498,7 +498,7 @@ async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_o
     assert (await client.session("s1").generate(text="hi", timeout_s=20)).text == TEXT
 
 
-async def test_checks_for_removed_requests_run_concurrently_and_delay_no_other_call(
+async def test_checks_whether_requests_were_removed_from_the_log_run_concurrently_and_delay_no_other_call(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request is looked up twice, with a pause of 2 s between; a running answer goes on meanwhile."""
@@ -531,7 +531,7 @@ async def test_checks_for_removed_requests_run_concurrently_and_delay_no_other_c
         await losing
 
 
-async def test_calls_that_wait_for_one_session_share_their_reads_of_the_log(
+async def test_client_calls_that_wait_for_the_same_session_share_their_reads_of_the_log(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
     """If 700 calls waited for a slow worker, each would otherwise read all results, 256 at a time."""
@@ -560,7 +560,7 @@ async def test_calls_that_wait_for_one_session_share_their_reads_of_the_log(
     await nc.close()
 
 
-async def test_a_client_that_may_not_read_the_log_waits_for_its_result_all_the_same(
+async def test_a_client_without_permission_to_read_the_log_still_gets_its_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks for the result in the log meanwhile, and for the request whose chunks it receives."""
@@ -599,7 +599,7 @@ async def test_a_client_that_may_not_read_the_log_waits_for_its_result_all_the_s
 
 
 @pytest.mark.parametrize("headers", [{"Status": "503"}, {"Status": "408", "Description": "Timeout"}])
-async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
+async def test_a_client_call_keeps_waiting_for_its_result_while_the_log_cannot_be_read(
     client: Client, server: NatsServer, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ) -> None:
     """A restarted server needs some time before it can read each of its streams."""
@@ -621,7 +621,7 @@ async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
     await nc.close()
 
 
-async def test_a_timeout_error_names_the_request_and_a_repeat_under_its_id_gets_the_answer(
+async def test_a_timeout_error_names_the_request_id_and_a_repeat_under_that_id_gets_the_answer(
     client: Client, worker: FakeWorker
 ) -> None:
     worker.script = silent
@@ -635,7 +635,7 @@ async def test_a_timeout_error_names_the_request_and_a_repeat_under_its_id_gets_
     assert (await session.generate(text="hi", request_id="g1", timeout_s=10)).text == TEXT
 
 
-async def test_a_second_waiter_gets_the_answer_if_the_first_is_cancelled_before_the_acknowledgement(
+async def test_if_a_first_waiter_is_cancelled_before_the_log_acknowledges_a_second_waiter_gets_the_answer(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
     server.kill()
@@ -651,7 +651,7 @@ async def test_a_second_waiter_gets_the_answer_if_the_first_is_cancelled_before_
     assert subscriptions(client) == 0
 
 
-async def test_both_waiters_for_an_answer_get_the_error_of_the_refused_open_of_their_session(
+async def test_two_waiters_for_an_answer_both_get_the_error_if_the_open_of_their_session_is_refused(
     client: Client, worker: FakeWorker
 ) -> None:
     worker.script = refuse
@@ -663,7 +663,7 @@ async def test_both_waiters_for_an_answer_get_the_error_of_the_refused_open_of_t
     assert {type(request) for _, request in worker.requests} == {Open}, "no turn under another policy"
 
 
-async def test_the_timeout_of_an_answer_counts_from_when_it_is_awaited(
+async def test_the_timeout_of_a_generation_counts_from_the_moment_when_the_generation_is_awaited(
     client: Client, worker: FakeWorker
 ) -> None:
     """Not from when the generation was prepared or sent, nor from an earlier wait that timed out."""
@@ -683,7 +683,7 @@ async def test_the_timeout_of_an_answer_counts_from_when_it_is_awaited(
     assert [one.text for one in await asyncio.gather(late.wait(), late.wait())] == [TEXT, TEXT]
 
 
-async def test_two_waiters_that_wait_again_after_each_timeout_do_not_make_each_other_time_out_sooner(
+async def test_two_waiters_for_one_answer_that_retry_after_timeouts_do_not_shorten_each_others_timeouts(
     client: Client, worker: FakeWorker
 ) -> None:
     worker.script = silent
@@ -704,7 +704,7 @@ async def test_two_waiters_that_wait_again_after_each_timeout_do_not_make_each_o
     assert 0 < num_timeouts <= 12
 
 
-async def test_closing_the_client_ends_waiting_calls_with_an_error(
+async def test_closing_a_client_ends_its_waiting_calls_with_an_error(
     client: Client, worker: FakeWorker
 ) -> None:
     worker.script = silent
@@ -746,7 +746,7 @@ async def acknowledge_by_hand(
     await heard(worker.nats)
 
 
-async def test_a_result_that_arrives_before_the_acknowledgement_of_its_request_is_not_lost(
+async def test_a_client_call_returns_a_result_that_arrives_before_the_acknowledgement_of_its_request(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is kept until the acknowledgement names the request's sequence; other results are ignored."""
@@ -767,7 +767,7 @@ async def test_a_result_that_arrives_before_the_acknowledgement_of_its_request_i
     assert "".join(chunk.text for chunk in chunks) == TEXT
 
 
-async def test_a_call_ignores_the_result_of_another_request_at_its_sequence() -> None:
+async def test_a_client_call_ignores_a_result_that_has_its_sequence_but_another_request_id() -> None:
     """A server that has lost the call's request may give its sequence to another one."""
     wire, feeds = SimpleNamespace(epoch=0), SimpleNamespace(timeout_s=1.0)
     call = Call(wire, feeds, SessionKey("t", "s"), Append(id="mine", text="a"))  # type: ignore[arg-type]

@@ -66,7 +66,9 @@ async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
     """Never answer."""
 
 
-async def test_every_request_of_a_session_gets_its_own_result(client: Client, worker: FakeWorker) -> None:
+async def test_open_append_generate_rewind_and_close_of_a_session_each_return_their_own_result(
+    client: Client, worker: FakeWorker
+) -> None:
     session = client.session("s1")
     assert (await session.open()).position == 0
     assert (await session.append(text="a", request_id="a1")).tokens == 3
@@ -78,7 +80,7 @@ async def test_every_request_of_a_session_gets_its_own_result(client: Client, wo
     assert len({request.id for _, request in worker.requests}) == 5
 
 
-async def test_a_client_returns_finish_reasons_and_raises_error_codes_that_it_does_not_know(
+async def test_a_client_returns_unknown_finish_reasons_and_raises_unknown_error_codes_of_newer_workers(
     client: Client, worker: FakeWorker
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -170,7 +172,7 @@ async def test_a_session_with_a_cache_policy_is_opened_once_before_its_first_tur
     assert [type(request) for _, request in worker.requests].count(Open) == 1
 
 
-async def test_an_invalid_cache_policy_is_refused_when_the_session_object_is_made(client: Client) -> None:
+async def test_creating_a_session_object_with_an_invalid_cache_policy_raises_an_error(client: Client) -> None:
     with pytest.raises(InvalidMessageError, match=r"cache needs a window of 1 to \d+ tokens, not 0"):
         client.session("s1", cache={"policy": "sink_window", "window": 0})
     words: Any = "sink_window"
@@ -178,7 +180,7 @@ async def test_an_invalid_cache_policy_is_refused_when_the_session_object_is_mad
         client.session("s1", cache=words)
 
 
-async def test_invalid_session_tenant_prefix_and_worker_names_are_refused_by_the_client(
+async def test_invalid_session_tenant_worker_and_subject_prefix_names_are_refused_by_the_client(
     client: Client, server: NatsServer
 ) -> None:
     with pytest.raises(InvalidMessageError, match=r"session 'a\.b' is not valid"):
@@ -193,7 +195,7 @@ async def test_invalid_session_tenant_prefix_and_worker_names_are_refused_by_the
         await anext(client.metrics("a.b"))
 
 
-async def test_info_and_ask_raise_an_error_if_no_worker_serves_the_session(
+async def test_the_client_methods_info_and_ask_raise_an_error_if_no_worker_serves_the_session(
     client: Client, worker: FakeWorker
 ) -> None:
     with pytest.raises(NoAnswerError, match=r"no worker serves turnkeep\.default\.s1\.ctl"):
@@ -202,7 +204,7 @@ async def test_info_and_ask_raise_an_error_if_no_worker_serves_the_session(
         await client.ask("s1", text="hi")
 
 
-async def test_info_raises_an_error_if_the_worker_does_not_answer_in_time(
+async def test_the_client_method_info_raises_an_error_if_the_worker_does_not_answer_in_time(
     server: NatsServer, worker: FakeWorker
 ) -> None:
     async def ignore(message: Msg) -> None:
@@ -216,7 +218,7 @@ async def test_info_raises_an_error_if_the_worker_does_not_answer_in_time(
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-async def test_a_control_request_that_a_killed_worker_got_is_sent_again(
+async def test_the_client_sends_a_control_request_again_that_a_worker_received_just_before_its_death(
     server: NatsServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
     """The next worker answers it; without one it fails at once, as any request does."""
@@ -260,7 +262,7 @@ async def test_iterating_over_metrics_skips_invalid_messages_and_ends_when_the_c
 
 
 @pytest.mark.parametrize("num_pongs", [1, 2])
-async def test_a_cancel_at_the_moment_when_a_pong_arrives_ends_the_iteration_over_metrics(
+async def test_a_cancel_during_the_arrival_of_a_nats_pong_still_ends_the_iteration_over_metrics(
     client: Client, monkeypatch: pytest.MonkeyPatch, num_pongs: int
 ) -> None:
     """`wait_for` of Python 3.11 returns and loses the cancel if its result arrives at the same moment."""
@@ -286,7 +288,7 @@ async def test_a_cancel_at_the_moment_when_a_pong_arrives_ends_the_iteration_ove
     assert (came, ended) == (num_pongs, True)
 
 
-async def test_the_pong_for_a_cancelled_flush_does_not_end_the_connection(server: NatsServer) -> None:
+async def test_the_nats_pong_for_a_cancelled_flush_does_not_end_the_connection(server: NatsServer) -> None:
     errors: list[Exception] = []
 
     async def note(error: Exception) -> None:
@@ -304,7 +306,9 @@ async def test_the_pong_for_a_cancelled_flush_does_not_end_the_connection(server
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "no-such-host.invalid"])
-async def test_a_missing_nats_server_is_reported_at_once_in_one_line_without_the_password(host: str) -> None:
+async def test_connecting_without_a_nats_server_fails_at_once_with_one_line_that_hides_the_password(
+    host: str,
+) -> None:
     """At once: the connect timeout, one hour, is longer than a test may take."""
     url = f"nats://user:secret@{host}:{free_port()}"
     with pytest.raises(NoServerError) as caught:
@@ -313,7 +317,9 @@ async def test_a_missing_nats_server_is_reported_at_once_in_one_line_without_the
     assert str(caught.value) == f"no NATS server at {url.replace('user:secret@', '')}: {why}"
 
 
-async def test_a_connection_can_be_awaited_or_entered_by_async_with(server: NatsServer) -> None:
+async def test_a_client_connects_by_await_or_by_async_with_and_is_closed_at_the_end_of_the_block(
+    server: NatsServer,
+) -> None:
     async with connect(server.url) as entered:
         assert entered.connected
     async with await connect(server.url) as awaited:
@@ -323,7 +329,7 @@ async def test_a_connection_can_be_awaited_or_entered_by_async_with(server: Nats
             await client.session("s1").append(text="a")
 
 
-async def test_the_error_for_a_lost_server_is_a_noservererror_and_also_a_connectionerror(
+async def test_an_unreachable_nats_server_raises_noservererror_which_is_also_a_connectionerror(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
     """It is a `NoWorkerError` like those for a closed client or no answer, which are no `ConnectionError`."""
@@ -349,7 +355,7 @@ async def answers_late(worker: FakeWorker, seq: int, request: Request) -> None:
     await worker.result(plain_result(seq, request))
 
 
-async def test_a_call_and_its_sessions_open_use_the_timeout_of_the_client_unless_the_call_has_its_own(
+async def test_a_call_and_the_open_of_its_session_use_the_calls_own_timeout_or_else_that_of_the_client(
     server: NatsServer, worker: FakeWorker
 ) -> None:
     worker.script = answers_late
@@ -368,7 +374,7 @@ async def test_a_call_and_its_sessions_open_use_the_timeout_of_the_client_unless
 
 
 @pytest.mark.parametrize(("attempts", "num_failures"), [(3, 2), (2, 2)])
-async def test_retry_repeats_a_retryable_failure_under_new_request_ids(
+async def test_the_retry_function_repeats_a_retryable_failure_under_new_request_ids(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, attempts: int, num_failures: int
 ) -> None:
     monkeypatch.setattr(retrying, "FIRST_PAUSE_S", 0.01)
@@ -387,7 +393,7 @@ async def test_retry_repeats_a_retryable_failure_under_new_request_ids(
     assert len({request.id for _, request in worker.requests}) == attempts
 
 
-async def test_retry_does_not_repeat_a_failure_that_is_not_retryable(
+async def test_the_retry_function_does_not_repeat_a_failure_that_is_not_retryable(
     client: Client, worker: FakeWorker
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -401,7 +407,7 @@ async def test_retry_does_not_repeat_a_failure_that_is_not_retryable(
     assert len(worker.requests) == 1
 
 
-async def test_a_client_lists_more_sessions_than_one_server_answer_can_hold(
+async def test_a_client_lists_all_sessions_even_if_one_reply_of_the_nats_server_cannot_hold_them(
     client: Client, worker: FakeWorker
 ) -> None:
     names = [f"n{number}" for number in range(1030)]
@@ -416,7 +422,9 @@ async def test_a_client_lists_more_sessions_than_one_server_answer_can_hold(
     assert all((one.is_waiting, one.position, one.is_closed) == (True, None, False) for one in found)
 
 
-async def test_a_client_that_reads_many_large_sessions_at_once_is_not_disconnected(tmp_path: Path) -> None:
+async def test_a_client_that_reads_many_large_sessions_at_once_is_not_disconnected_by_the_nats_server(
+    tmp_path: Path,
+) -> None:
     """As a gateway does when it starts. The server has room for a fifth of what it has by default."""
     (tmp_path / "conf").write_text("max_pending: 14MB\n")
     server = NatsServer(tmp_path / "js", ("-c", str(tmp_path / "conf")))
@@ -458,7 +466,9 @@ def leaderless(folder: Path) -> NatsServer:
     return server
 
 
-async def test_a_request_waits_while_the_nats_servers_elect_a_leader(tmp_path: Path) -> None:
+async def test_a_client_request_waits_while_the_nats_cluster_elects_a_leader_and_is_then_answered(
+    tmp_path: Path,
+) -> None:
     """Until there is a leader no server answers for the log's stream, as if there were no stream."""
     server = leaderless(tmp_path)
     async with connect(server.url) as client:
@@ -473,7 +483,7 @@ async def test_a_request_waits_while_the_nats_servers_elect_a_leader(tmp_path: P
     server.kill()
 
 
-async def test_a_request_to_a_cluster_with_too_few_servers_raises_an_error_that_says_so(
+async def test_a_request_to_a_nats_cluster_without_quorum_raises_an_error_that_names_too_few_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnkeep_client.wire.NUM_TRIES_OF_SEVERAL", 2)
@@ -503,7 +513,7 @@ def lose_ack(
     monkeypatch.setattr(client._wire._jetstream, "publish", failing)
 
 
-async def test_a_request_whose_acknowledgement_is_lost_is_sent_again_until_a_server_takes_it(
+async def test_a_request_without_acknowledgement_is_published_again_until_a_nats_server_acknowledges_it(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cluster elects a leader meanwhile; the log may have the request, so no error may say otherwise."""
@@ -512,7 +522,7 @@ async def test_a_request_whose_acknowledgement_is_lost_is_sent_again_until_a_ser
     assert (await client.submit(KEY, Append(id="a", text="a"))).seq > 1, "not the first one"
 
 
-async def test_a_request_that_may_be_in_the_log_is_not_sent_again_under_another_id_when_its_repeat_is_refused(
+async def test_a_request_that_may_be_logged_is_not_sent_under_another_id_when_its_repeat_is_refused(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first attempt may be executed already, and have left the queue."""
@@ -534,7 +544,7 @@ async def test_a_request_that_may_be_in_the_log_is_not_sent_again_under_another_
     assert num_sent == 1
 
 
-async def test_a_stream_that_is_not_a_workers_log_is_named_in_the_error(
+async def test_if_another_nats_stream_takes_the_logs_subjects_the_clients_error_names_that_stream(
     client: Client, server: NatsServer
 ) -> None:
     connection = await nats.connect(server.url)
@@ -544,7 +554,7 @@ async def test_a_stream_that_is_not_a_workers_log_is_named_in_the_error(
         await client.session("s1").append(text="a")
 
 
-async def test_a_request_above_the_size_limit_of_the_server_or_the_log_is_refused(
+async def test_a_client_request_above_the_size_limit_of_the_nats_server_or_the_log_is_refused(
     client: Client, worker: FakeWorker
 ) -> None:
     with pytest.raises(InvalidMessageError, match=r"\d+ bytes, the NATS server accepts 1048576 at most"):

@@ -63,12 +63,12 @@ _PIECES = st.sampled_from([b"Name", b"a", b":", b" ", b"\r\n", b"\n", b"\t", b"\
 
 @given(st.lists(_PIECES).map(b"".join))
 @example(b"a: \xff\r\n")
-def test_message_headers_are_parsed_as_nats_py_parses_them(raw: bytes) -> None:
+def test_nats_message_headers_are_parsed_as_by_nats_py(raw: bytes) -> None:
     assert Nats._parse_header_lines(raw) == Client._parse_header_lines(raw)
 
 
 @pytest.mark.parametrize("before", [b"PING\r\n", INFO, INFO + b"PING\r\nPING\r\n"])
-async def test_a_client_still_sends_after_the_server_sent_ping_or_info_before_its_first_pong(
+async def test_a_client_still_sends_after_the_nats_server_sent_ping_or_info_before_its_first_pong(
     slow_server: SlowServer, before: bytes
 ) -> None:
     """A server may send INFO at any time, and PING one second after the connection began."""
@@ -109,7 +109,7 @@ async def test_closing_a_client_while_it_reconnects_ends_its_reconnection_task(
     assert done
 
 
-async def test_a_client_call_to_a_worker_fails_soon_after_nats_is_lost_however_long_its_timeout_is(
+async def test_a_client_call_to_a_worker_fails_soon_after_nats_is_lost_even_with_a_long_timeout(
     server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Commands and gateways give a worker a minute, as it may have to load its model first."""
@@ -123,7 +123,9 @@ async def test_a_client_call_to_a_worker_fails_soon_after_nats_is_lost_however_l
                 await client.embed(["text"], timeout_s=600.0)
 
 
-async def test_calls_that_end_during_an_outage_leave_no_subscription_at_the_server(tmp_path: Path) -> None:
+async def test_client_calls_that_end_during_a_nats_outage_leave_no_subscription_after_the_reconnect(
+    tmp_path: Path,
+) -> None:
     """Each would get a copy of all that comes later, and counts towards the account's limit."""
     port = free_port()
     server = NatsServer(tmp_path, ("-m", str(port)))
@@ -150,7 +152,9 @@ async def test_calls_that_end_during_an_outage_leave_no_subscription_at_the_serv
 
 
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:69983", "nats://"])
-async def test_a_url_without_a_valid_host_and_port_raises_an_error_that_names_it(url: str) -> None:
+async def test_connecting_to_a_nats_url_without_a_valid_host_and_port_raises_an_error_with_the_url(
+    url: str,
+) -> None:
     with pytest.raises(NoServerError, match=f"no NATS server at {url}"):
         await connect(url)
 
@@ -220,7 +224,7 @@ async def passage(server: NatsServer) -> AsyncIterator[Passage]:
 
 
 @pytest.mark.parametrize("size", [10, 500_000])
-async def test_a_client_sends_requests_over_a_new_connection_soon_after_its_server_has_fallen_silent(
+async def test_a_client_opens_a_new_connection_soon_after_its_nats_server_stops_responding(
     passage: Passage, worker: FakeWorker, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the connection still has bytes to write."""
@@ -233,7 +237,7 @@ async def test_a_client_sends_requests_over_a_new_connection_soon_after_its_serv
             await asyncio.gather(*(session.append(text="b" * size) for _ in range(20)))
 
 
-async def test_a_client_can_be_closed_although_its_server_has_fallen_silent(
+async def test_a_client_can_be_closed_while_its_nats_server_does_not_respond(
     passage: Passage, worker: FakeWorker
 ) -> None:
     client = await connect(passage.url)

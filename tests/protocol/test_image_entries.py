@@ -24,7 +24,7 @@ def picture(num_bytes: int) -> bytes:
     return b"\x89PNG" + os.urandom(num_bytes - 4)
 
 
-async def test_a_client_stores_an_image_again_that_it_had_stored_before_a_close_of_the_session(
+async def test_a_client_stores_an_image_again_if_the_session_was_closed_since_the_image_was_stored(
     client: Client, worker: FakeWorker
 ) -> None:
     data = picture(99)
@@ -52,7 +52,7 @@ async def test_a_request_with_an_image_waits_while_the_nats_server_is_down_and_i
 
 
 @pytest.mark.parametrize("num_bytes", [1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES])
-async def test_an_image_is_assembled_from_its_log_entries_only_if_each_matches_the_digest_in_its_name(
+async def test_an_image_is_read_from_the_log_only_if_its_entries_match_the_digest_in_its_name(
     num_bytes: int,
 ) -> None:
     data = os.urandom(num_bytes)

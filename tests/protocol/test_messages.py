@@ -150,7 +150,7 @@ results = st.one_of(
 
 @UNTIMED
 @given(requests, results, st.builds(Chunk, i=counts, tokens=token_ids, text=texts))
-def test_any_request_result_or_chunk_survives_encoding_and_decoding(request, result, chunk) -> None:
+def test_any_request_result_or_chunk_is_unchanged_after_encoding_and_decoding(request, result, chunk) -> None:
     assert decode_request(encode(request)) == request
     assert decode_result(encode(result)) == result
     assert decode_chunk(encode(chunk)) == chunk
@@ -192,7 +192,9 @@ def read_or_refuse(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["in", "ctl", "ask"])
-def test_a_refusal_says_in_one_line_what_is_wrong_and_what_is_allowed(kind: str) -> None:
+def test_the_error_for_an_invalid_message_says_in_one_line_what_is_wrong_and_what_is_allowed(
+    kind: str,
+) -> None:
     decode: Any = {"in": decode_request, "ctl": decode_control, "ask": lambda body: decode_ask(body, "a1")}[
         kind
     ]
@@ -203,7 +205,7 @@ def test_a_refusal_says_in_one_line_what_is_wrong_and_what_is_allowed(kind: str)
         assert "\n" not in str(caught.value)
 
 
-def test_a_request_nests_900_levels_at_most_and_the_refusal_of_a_deeper_one_names_it() -> None:
+def test_a_request_with_more_than_900_json_levels_is_refused_with_an_error_that_has_the_request_id() -> None:
     """Its result has it, and must be read where more calls run. Without its id its sender would wait."""
     for text in ("x", '"]}' * 500, "[{" * 500):
         for of in ('{"a":%s}', "[%s]"):
@@ -221,7 +223,7 @@ def test_a_request_nests_900_levels_at_most_and_the_refusal_of_a_deeper_one_name
                     assert decode_request(body.encode()).id == "a1"
 
 
-def test_the_refusal_of_an_unknown_field_lists_every_field_of_that_request() -> None:
+def test_the_error_for_an_unknown_request_field_lists_every_field_of_that_request_type() -> None:
     for kind in (Open, Append, Generate, Rewind, Close):
         tag = kind.__struct_config__.tag
         with pytest.raises(InvalidMessageError) as caught:
@@ -230,7 +232,9 @@ def test_the_refusal_of_an_unknown_field_lists_every_field_of_that_request() -> 
         assert allowed == ["type", *(field.encode_name for field in msgspec.structs.fields(kind))]
 
 
-def test_refusing_many_requests_inspects_each_message_type_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusing_many_invalid_requests_inspects_each_message_type_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An inspection blocks the event loop for milliseconds, and thousands of invalid messages may arrive."""
     inspected = []
     whole = msgspec.inspect.type_info
@@ -242,14 +246,16 @@ def test_refusing_many_requests_inspects_each_message_type_only_once(monkeypatch
     assert len(inspected) <= 2
 
 
-def test_a_client_reads_a_result_of_a_newer_worker_that_has_an_unknown_field() -> None:
+def test_a_client_decodes_a_result_of_a_newer_worker_that_has_an_unknown_field() -> None:
     """Clients ignore unknown fields of results; workers refuse unknown fields of requests."""
     body = b'{"type": "opened", "id": "a", "seq": 1, "position": 0, "new": {"x": [1]}}'
     assert decode_result(body) == Opened(id="a", seq=1, position=0)
 
 
 @pytest.mark.parametrize("kind", ["append", "generate"])
-def test_a_copy_of_a_decoded_request_encodes_the_keys_of_its_tools_in_the_sent_order(kind: str) -> None:
+def test_a_decoded_request_that_is_encoded_again_has_the_keys_of_its_tools_in_the_sent_order(
+    kind: str,
+) -> None:
     tools = b'[{"function":{"parameters":{"b":1,"a":2},"name":"f"},"type":"function"}]'
     request = decode_request(b'{"type":"%s","id":"a","text":"x","tools":%s}' % (kind.encode(), tools))
     assert tools in encode(msgspec.structs.replace(request, priority=1))
@@ -260,7 +266,7 @@ def test_a_copy_of_a_decoded_request_encodes_the_keys_of_its_tools_in_the_sent_o
         )
 
 
-def test_messages_of_sessions_under_the_policy_full_are_encoded_without_cache_fields() -> None:
+def test_messages_of_sessions_under_the_full_cache_policy_are_encoded_without_cache_fields() -> None:
     """The bytes are those of versions without cache policies, which old clients and recorded results need."""
     assert encode(Open(id="a")) == b'{"type":"open","id":"a"}'
     assert encode(Opened(id="a", seq=1, position=0)) == b'{"type":"opened","id":"a","seq":1,"position":0}'
@@ -284,7 +290,7 @@ prefixes = st.sampled_from(["turnkeep", "a.b", "x-1._y"])
 
 
 @given(prefixes, ids, ids, st.sampled_from(["in", "out", "ctl", "ask"]), ids)
-def test_every_subject_that_is_built_is_parsed_back_to_its_parts(
+def test_every_nats_subject_built_from_tenant_session_and_kind_is_parsed_back_to_the_same_parts(
     prefix: str, tenant: str, session: str, kind, request_id: str
 ) -> None:
     subjects, key = Subjects(prefix), session_key(tenant, session)
@@ -294,7 +300,9 @@ def test_every_subject_that_is_built_is_parsed_back_to_its_parts(
 
 
 @pytest.mark.parametrize("bad", NAMES)
-def test_an_invalid_tenant_or_session_id_is_refused_and_named(bad: str) -> None:
+def test_building_a_subject_from_an_invalid_tenant_or_session_id_raises_an_error_that_names_the_id(
+    bad: str,
+) -> None:
     with pytest.raises(InvalidMessageError, match=r"tenant .* is not valid: it must be 1 to 64"):
         session_key(bad, "s1")
     with pytest.raises(InvalidMessageError, match=r"session .* is not valid"):
@@ -317,13 +325,13 @@ def test_an_invalid_tenant_or_session_id_is_refused_and_named(bad: str) -> None:
         "",
     ],
 )
-def test_parsing_a_subject_of_another_form_or_prefix_is_refused(subject: str) -> None:
+def test_parsing_a_nats_subject_of_another_form_or_prefix_raises_an_error(subject: str) -> None:
     with pytest.raises(InvalidMessageError):
         Subjects().parse(subject)
 
 
 @pytest.mark.parametrize("prefix", ["", ".", "a.", ".a", "a..b", "a b", "*", "a.>", "ä", "a\n"])
-def test_a_prefix_that_cannot_start_a_subject_is_refused(prefix: str) -> None:
+def test_a_subject_prefix_that_cannot_begin_a_nats_subject_is_refused(prefix: str) -> None:
     with pytest.raises(InvalidMessageError, match="subject prefix"):
         Subjects(prefix)
 
@@ -339,7 +347,7 @@ def append(*messages: dict[str, Any]) -> Append:
     return request
 
 
-def test_the_messages_of_a_tool_call_round_in_openais_format_are_accepted() -> None:
+def test_the_messages_of_a_tool_call_and_its_result_in_openais_format_are_decoded() -> None:
     request = append(
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "How is Rome?"},
@@ -362,7 +370,7 @@ def test_the_messages_of_a_tool_call_round_in_openais_format_are_accepted() -> N
         ("file", {"file_id": "f"}),
     ],
 )
-def test_a_media_part_the_model_cannot_read_becomes_placeholder_text_but_is_encoded_unchanged(
+def test_a_media_part_that_the_model_cannot_read_becomes_placeholder_text_but_is_encoded_unchanged(
     kind: str, value: object
 ) -> None:
     parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: value}]
@@ -388,7 +396,9 @@ DATA = base64.b64encode(PNG).decode()
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},
     ],
 )
-def test_an_image_is_named_by_its_digest_however_its_file_was_sent(part: dict[str, Any]) -> None:
+def test_an_image_is_named_by_the_digest_of_its_file_in_whatever_message_format_it_was_sent(
+    part: dict[str, Any],
+) -> None:
     named = {"type": "image", "digest": DIGEST}
     text = {"type": "text", "text": "what is this?"}
     audio = {"type": "input_audio", "input_audio": {}}
@@ -418,7 +428,7 @@ def test_messages_and_tool_calls_are_sent_with_their_keys_in_the_clients_order()
     assert plain.as_sent() == {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def test_a_single_stop_string_equals_a_list_of_one() -> None:
+def test_a_stop_string_given_alone_equals_a_list_with_that_stop_string() -> None:
     alone = decode_request(b'{"type":"generate","id":"a","stop":"\\n"}')
     assert alone == decode_request(b'{"type":"generate","id":"a","stop":["\\n"]}')
     assert alone == Generate(id="a", stop=("\n",))
@@ -435,7 +445,9 @@ def test_a_single_stop_string_equals_a_list_of_one() -> None:
         b'{"id":' + b"[" * 100_000,
     ],
 )
-def test_the_refusal_of_an_invalid_body_carries_its_request_id_only_if_that_is_valid(body: bytes) -> None:
+def test_the_error_for_an_invalid_request_body_has_the_request_id_only_if_the_id_is_valid(
+    body: bytes,
+) -> None:
     for decode in (decode_request, decode_control, lambda body: decode_ask(body, "made-up")):
         with pytest.raises(InvalidMessageError) as caught:
             decode(body)

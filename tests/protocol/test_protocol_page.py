@@ -88,7 +88,7 @@ async def test_the_python_examples_of_the_documentation_run_as_written(
 
 
 @pytest.mark.registry("npm")
-async def test_the_example_in_javascript_runs_as_written(
+async def test_the_javascript_example_of_the_documentation_runs_as_written(
     shell: Callable[[str], Awaitable[Process]], tmp_path: Path
 ) -> None:
     program = (ROOT / "examples" / "one_turn.mjs").read_text()
@@ -135,7 +135,7 @@ def test_the_protocol_page_names_every_subject_header_and_finish_reason() -> Non
         assert f"`{name}`" in PAGE, name
 
 
-def test_openai_fields_are_refused_or_accepted_as_the_protocol_page_says() -> None:
+def test_each_openai_field_is_accepted_or_refused_as_the_protocol_page_says() -> None:
     rows = PAGE[PAGE.index("## Fields") : PAGE.index("Only here:")].splitlines()
     cells = [row.split("|")[1:3] for row in rows if row.startswith("| `")]
     told = {
@@ -223,7 +223,7 @@ def schema_of(document: dict[str, Any], name: str) -> dict[str, Any]:
     return {**document["components"]["schemas"][name], "components": document["components"]}
 
 
-def test_the_asyncapi_document_matches_the_code() -> None:
+def test_the_committed_asyncapi_document_equals_the_document_generated_from_the_code() -> None:
     assert asyncapi.main(["--check", str(WRITTEN)]) == 0
 
 
@@ -234,7 +234,7 @@ def test_every_schema_of_the_asyncapi_document_is_valid_json_schema(document: di
             draft.check_schema(schema_of(document, name))
 
 
-def test_channels_operations_and_messages_of_the_asyncapi_document_are_consistent(
+def test_in_the_asyncapi_document_every_operation_refers_to_an_existing_channel_and_message(
     document: dict[str, Any],
 ) -> None:
     used = set()
@@ -252,7 +252,7 @@ def test_channels_operations_and_messages_of_the_asyncapi_document_are_consisten
     assert reached == set(document["channels"])
 
 
-def test_every_message_of_the_asyncapi_document_has_an_example_in_these_tests(
+def test_the_schema_tests_have_an_example_of_every_message_of_the_asyncapi_document(
     document: dict[str, Any],
 ) -> None:
     assert {type(each).__name__ for each in EXAMPLES} | {"EndOfTokens", "Image"} == set(
@@ -261,7 +261,7 @@ def test_every_message_of_the_asyncapi_document_has_an_example_in_these_tests(
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: type(each).__name__)
-def test_each_encoded_message_is_valid_under_its_schema(
+def test_each_encoded_message_is_valid_under_its_asyncapi_schema(
     document: dict[str, Any], example: msgspec.Struct
 ) -> None:
     schema = schema_of(document, type(example).__name__)
@@ -269,7 +269,7 @@ def test_each_encoded_message_is_valid_under_its_schema(
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
-def test_requests_that_a_worker_refuses_are_invalid_under_their_schema(
+def test_requests_that_a_worker_refuses_are_invalid_under_their_asyncapi_schema(
     document: dict[str, Any], request_: msgspec.Struct
 ) -> None:
     validator = jsonschema.Draft202012Validator(schema_of(document, type(request_).__name__))
@@ -313,7 +313,7 @@ def test_the_typescript_package_has_the_python_clients_version_and_pins_its_depe
     assert all(version[0].isdigit() for version in versions), "there is no lock file"
 
 
-def test_outdated_typescript_types_fail_the_check_with_one_line(
+def test_outdated_typescript_types_fail_the_check_command_with_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = tmp_path / "messages.ts"

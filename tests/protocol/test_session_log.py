@@ -94,7 +94,9 @@ def pairs(log: SessionLog) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", RECORDED["sessions"])
-async def test_recorded_logs_are_read_as_the_typescript_client_reads_them(name: str) -> None:
+async def test_the_python_client_reads_recorded_session_logs_into_the_same_history_as_the_typescript_client(
+    name: str,
+) -> None:
     """With a repeat, a failure, answers cancelled before and after their first token, a rewind and a fork."""
     expected, key = RECORDED["sessions"][name], SessionKey("default", name)
     log = await read(stream(), key)
@@ -105,9 +107,7 @@ async def test_recorded_logs_are_read_as_the_typescript_client_reads_them(name: 
     assert (history.is_whole, history.position) == (expected["is_whole"], expected["position"])
 
 
-async def test_reading_a_part_of_a_log_gives_its_results_with_their_requests_and_its_waiting_requests() -> (
-    None
-):
+async def test_reading_part_of_a_session_log_returns_its_results_with_their_requests_and_open_ones() -> None:
     whole = await read(stream(), GARDEN)
     for start in range(1, 25):
         for end in range(start, 25):
@@ -119,7 +119,9 @@ async def test_reading_a_part_of_a_log_gives_its_results_with_their_requests_and
             assert [one.entry.seq for one in part.waiting] == [seq for seq in later if seq not in answered]
 
 
-async def test_a_log_is_read_from_its_end_in_parts_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reading_a_session_log_from_its_end_reads_parts_of_growing_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(session_log, "TAIL", 2)
     parts = [part async for part in tails(stream(), GARDEN, 24)]
     assert [part.start for part in parts] == [22, 16, 1]
@@ -127,7 +129,7 @@ async def test_a_log_is_read_from_its_end_in_parts_that_grow(monkeypatch: pytest
     assert parts[-1] == await read(stream(), GARDEN)
 
 
-async def test_a_request_that_is_answered_while_the_log_is_read_is_not_missed() -> None:
+async def test_reading_a_session_log_includes_a_request_that_is_answered_during_the_read() -> None:
     whole = await read(stream(), GARDEN)
     (*_, (asked, answered)) = pairs(whole)
     wire: Any = AnsweringWire(asked, answered)
@@ -136,19 +138,21 @@ async def test_a_request_that_is_answered_while_the_log_is_read_is_not_missed() 
     assert pairs(await first(LogStream(wire, Subjects()), GARDEN, 99)) == pairs(whole)
 
 
-async def test_an_entry_that_only_a_lagging_replica_lacks_does_not_count_as_removed() -> None:
+async def test_a_log_entry_that_only_a_lagging_replica_lacks_is_not_reported_as_removed() -> None:
     wire: Any = LaggingWire()
     assert await LogStream(wire, Subjects()).get(SessionKey("default", "running"), "in", 26) is not None
 
 
-async def test_the_first_of_two_results_of_a_request_counts() -> None:
+async def test_if_a_session_log_has_two_results_of_a_request_the_first_one_counts() -> None:
     log = await read(stream(), GARDEN)
     entries = [*(one.entry for one in log.asked), *(one.entry for one in log.answers)]
     twice = log.answers[1].entry._replace(seq=99)
     assert paired(GARDEN, [*entries, twice]).exchanges == log.exchanges
 
 
-async def test_a_log_reads_the_same_after_its_answered_requests_have_left_the_queue() -> None:
+async def test_a_session_log_is_read_the_same_after_its_answered_requests_have_left_the_request_queue() -> (
+    None
+):
     whole = await read(stream(), GARDEN)
     answered = [one.asked.seq for one in whole.exchanges]
     assert await read(stream(*answered), GARDEN) == whole
@@ -162,7 +166,7 @@ async def test_a_log_reads_the_same_after_its_answered_requests_have_left_the_qu
     assert last.entry.seq == 12, "the result at 11 is of a request that was cancelled before its first token"
 
 
-def test_the_seed_derived_for_a_request_is_the_same_in_every_version() -> None:
+def test_the_sampling_seed_derived_from_a_request_equals_the_value_recorded_for_all_versions() -> None:
     """A worker continues answers that an older version began with this seed, and replays logs with it."""
     assert derived_seed(session_key("t1", "s1"), 1) == 10658773766922296
     assert derived_seed(session_key("default", "garden"), 2**40) == 44001429195367002
@@ -195,7 +199,7 @@ class Connection:
 
 
 @pytest.mark.parametrize("missing", [None, 0, 1, 2])
-async def test_a_batch_of_log_reads_that_lost_a_message_with_the_connection_raises_a_timeout(
+async def test_a_batch_read_of_the_log_raises_a_timeout_if_the_connection_lost_one_of_its_messages(
     missing: int | None,
 ) -> None:
     messages = [one for n, one in enumerate(WHOLE) if n != missing]

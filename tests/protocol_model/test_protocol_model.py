@@ -46,13 +46,13 @@ def uncollected() -> Iterator[None]:
         ("AF", POWER_CUT._replace(queue_first=False)),
     ],
 )
-def test_all_interleavings_of_one_session_keep_the_invariants_of_the_protocol_model(
+def test_all_interleavings_of_workers_faults_and_one_session_keep_the_protocol_models_invariants(
     program: str, rules: Rules
 ) -> None:
     Exploration(rules, [program]).explore()
 
 
-def test_in_the_protocol_model_two_sessions_together_have_exactly_the_states_that_each_has_alone() -> None:
+def test_exploring_two_sessions_together_in_the_protocol_model_reaches_the_states_of_each_alone() -> None:
     """So it is enough to explore each session with the steps of workers and server."""
     rules = CRASH._replace(reads_at_once=True)
     both = Exploration(rules, ["A", "A"])
@@ -64,7 +64,7 @@ def test_in_the_protocol_model_two_sessions_together_have_exactly_the_states_tha
         assert {(both.shared[one[0]], both.sessions[one[at]]) for one in both.states} == states
 
 
-def test_dropping_stale_workers_makes_the_protocol_model_smaller_and_hides_no_violation() -> None:
+def test_leaving_out_stale_workers_reduces_the_states_of_the_protocol_model_and_hides_no_violation() -> None:
     rules = CRASH._replace(num_losses=1)
     short, whole = (
         Exploration(one, ["A"]) for one in (rules, rules._replace(without=frozenset({"no rule"})))
@@ -110,7 +110,7 @@ def test_dropping_stale_workers_makes_the_protocol_model_smaller_and_hides_no_vi
         ("a known id is not carried out again", "GR", CALM, "not the first of its id"),
     ],
 )
-def test_leaving_any_rule_out_of_the_protocol_model_violates_an_invariant(
+def test_removing_any_rule_from_the_protocol_model_leads_to_a_violated_invariant(
     without: str, program: str, rules: Rules, wrong: str
 ) -> None:
     with pytest.raises(ViolationError, match=wrong) as found:
@@ -119,7 +119,7 @@ def test_leaving_any_rule_out_of_the_protocol_model_violates_an_invariant(
 
 
 @pytest.mark.timeout(600)
-def test_each_step_of_the_simulation_is_a_step_of_the_protocol_model() -> None:
+def test_each_step_of_a_simulated_history_is_an_allowed_step_of_the_protocol_model() -> None:
     """In a process of its own, as histories end with coroutines that are closed unfinished."""
     command = [sys.executable, "-P", "-m", "tests.protocol_model", "--replay", "0", "--histories", "15"]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protocol")])}
@@ -164,7 +164,7 @@ FENCE = "Nats-Expected-Last-Subject-Sequence"
 
 
 @pytest.mark.parametrize("fault", ["", "fence", "twice", "too early", "removed", "lost"])
-def test_the_protocol_model_rejects_a_history_with_a_step_against_the_protocol(fault: str) -> None:
+def test_the_protocol_model_rejects_a_history_with_one_forbidden_step(fault: str) -> None:
     told = Told()
     events: list[Any] = [told("in", _asked(1)), told("in", _asked(2))]
     if fault == "removed":

@@ -54,7 +54,7 @@ def taken_port() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("breakage", "says"), [("missing", "there is no model at"), ("weights", "is truncated or broken")]
 )
-def test_serve_with_a_missing_or_truncated_model_exits_with_one_line_that_names_the_folder(
+def test_serve_with_a_missing_or_truncated_model_exits_with_one_line_that_names_the_model_folder(
     tmp_path: Path, tiny_model: Path, nats_url: str, breakage: str, says: str
 ) -> None:
     """The line that a user sees; `test_model.py` tests all ways in which a folder may be broken."""
@@ -67,26 +67,28 @@ def test_serve_with_a_missing_or_truncated_model_exits_with_one_line_that_names_
     check_one_line(turnkeep("serve", "--model", folder, *options), 1, says, str(folder))
 
 
-def test_serve_with_a_file_in_place_of_its_data_directory_exits_with_one_line(tmp_path: Path) -> None:
+def test_serve_with_a_file_in_place_of_its_data_directory_exits_with_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("a file")
     done = turnkeep("serve", "--data-dir", tmp_path / "data", "--nats", NOBODY)
     check_one_line(done, 1, "there is a file in its place", "--data-dir")
 
 
-def test_serve_with_a_read_only_data_directory_exits_with_one_line(mounted: Callable[[str], Path]) -> None:
+def test_serve_with_a_read_only_data_directory_exits_with_a_one_line_error(
+    mounted: Callable[[str], Path],
+) -> None:
     folder = mounted("ro")
     done = turnkeep("serve", "--data-dir", folder / "data", "--nats", NOBODY)
     check_one_line(done, 1, "its file system is read-only", "--data-dir")
 
 
-def test_serve_on_a_full_disk_exits_with_one_line(mounted: Callable[[str], Path]) -> None:
+def test_serve_on_a_full_disk_exits_with_a_one_line_error(mounted: Callable[[str], Path]) -> None:
     folder = mounted("size=64k")
     (folder / "filler").write_bytes(bytes(64 * 1024))
     done = turnkeep("serve", "--data-dir", folder, "--nats", NOBODY)
     check_one_line(done, 1, "the disk is full", "--data-dir")
 
 
-def test_serve_on_a_port_of_another_program_exits_with_one_line_that_names_the_port(
+def test_serve_on_a_port_in_use_by_another_program_exits_with_a_one_line_error_that_names_the_port(
     tmp_path: Path, taken_port: int
 ) -> None:
     done = turnkeep("serve", "--data-dir", tmp_path / "data", "--nats-port", taken_port)
@@ -104,7 +106,7 @@ def test_serve_on_a_port_of_another_program_exits_with_one_line_that_names_the_p
         (("surplus",), "unexpected extra argument"),
     ],
 )
-def test_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
+def test_serve_with_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
     arguments: tuple[str, ...], says: str
 ) -> None:
     done = CliRunner().invoke(main, ["serve", *arguments])
@@ -113,7 +115,7 @@ def test_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
 
 
 @pytest.mark.process
-async def test_requests_acknowledged_before_the_disk_was_full_are_answered_once_there_is_space(
+async def test_requests_acknowledged_before_the_disk_became_full_are_answered_once_the_disk_has_space(
     mounted: Callable[[str], Path], worker_process: Callable[..., WorkerProcess]
 ) -> None:
     """The log is on the full disk and stores nothing more until then, with or without an error."""
@@ -169,7 +171,7 @@ async def log_of(js: JetStreamContext) -> tuple[list[int], list[int]]:
     return requests, answered
 
 
-def test_help_imports_neither_mlx_nor_transformers_nor_nats() -> None:
+def test_printing_the_help_imports_neither_mlx_nor_transformers_nor_nats() -> None:
     """So `--help` is fast."""
     commands = [
         [],
@@ -196,7 +198,7 @@ def test_help_imports_neither_mlx_nor_transformers_nor_nats() -> None:
     assert not loaded & {"mlx", "mlx_lm", "transformers", "nats", "numpy"}
 
 
-async def test_commands_without_a_nats_server_exit_with_one_line_that_names_a_remedy(
+async def test_commands_without_a_nats_server_exit_with_a_one_line_error_that_names_a_remedy(
     tmp_path: Path,
 ) -> None:
     """`serve` does so before it reads its model's file, which is none."""
@@ -213,7 +215,7 @@ async def test_commands_without_a_nats_server_exit_with_one_line_that_names_a_re
         )
 
 
-def test_info_on_a_data_directory_without_a_running_worker_names_the_command_that_starts_one(
+def test_the_command_info_without_a_running_worker_prints_the_command_that_starts_a_worker(
     tmp_path: Path,
 ) -> None:
     port = free_port()
@@ -222,7 +224,9 @@ def test_info_on_a_data_directory_without_a_running_worker_names_the_command_tha
     check_one_line(turnkeep("info", *options), 1, f"no NATS server at nats://127.0.0.1:{port}", serve)
 
 
-def test_a_command_on_a_nats_server_without_a_worker_exits_with_one_line_that_says_so(nats_url: str) -> None:
+def test_a_command_on_a_nats_server_without_a_worker_exits_with_a_one_line_error_that_no_worker_runs(
+    nats_url: str,
+) -> None:
     options = ("--nats", nats_url, "--prefix", "nobody-here")
     serve = f"start a worker with: turnkeep serve --nats {nats_url} --prefix nobody-here"
     check_one_line(turnkeep("ask", "hello", *options), 1, "no worker", serve)
@@ -249,7 +253,7 @@ async def talk(client: Client, name: str, first: int, end: int) -> list[Any]:
 
 
 @pytest.mark.process
-async def test_remounting_the_disk_read_only_and_back_costs_no_turn_and_no_stored_snapshot(
+async def test_remounting_the_disk_read_only_and_back_fails_no_turn_and_loses_no_stored_snapshot(
     mounted: Callable[[str], Path],
     read_only: Callable[[Path, bool], None],
     worker_process: Callable[..., WorkerProcess],

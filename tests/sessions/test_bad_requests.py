@@ -46,7 +46,7 @@ async def check_goes_on(wire: Wire, *sessions: str) -> None:
         assert result["position"] == before + 5 + len(result["tokens"])
 
 
-async def test_a_body_that_is_not_a_valid_request_is_refused_with_the_reason(wire: Start) -> None:
+async def test_a_message_whose_body_is_not_a_valid_request_is_refused_with_the_reason(wire: Start) -> None:
     """The result names the body's stream sequence, and the body's id if that is valid.
 
     The corrected request may then use the same id.
@@ -69,7 +69,7 @@ async def test_a_body_that_is_not_a_valid_request_is_refused_with_the_reason(wir
 
 
 @pytest.mark.parametrize("kind", ["ctl", "ask"])
-async def test_an_invalid_control_request_or_ask_is_refused_with_the_reason_and_not_stored(
+async def test_an_invalid_request_on_the_ctl_or_ask_subject_is_refused_with_the_reason_and_not_stored(
     wire: Start, kind: str
 ) -> None:
     w = await wire()
@@ -96,7 +96,7 @@ async def test_a_request_with_an_invalid_id_is_refused_with_the_rule_for_ids(wir
 
 
 @pytest.mark.real
-async def test_a_generate_with_values_at_the_limits_of_their_ranges_is_answered(wire: Start) -> None:
+async def test_a_generate_request_with_options_at_the_limits_of_their_ranges_is_answered(wire: Start) -> None:
     w = await wire(max_context=64)
     await w.send("s", append("first"))
     extremes = generate(
@@ -127,7 +127,7 @@ async def test_a_request_under_an_invalid_tenant_or_session_name_is_refused_with
 
 
 @pytest.mark.parametrize("session", ["*", "s" * 300])
-async def test_a_request_under_a_wildcard_or_overlong_session_name_is_refused_once(
+async def test_a_request_under_a_wildcard_or_overlong_session_name_gets_exactly_one_refusal(
     quiet_wire: Start, session: str
 ) -> None:
     """The tenant's subject `_refused.out` has its result, even if the name is a wildcard for sessions."""
@@ -148,7 +148,9 @@ async def test_a_request_under_a_wildcard_or_overlong_session_name_is_refused_on
 
 
 @pytest.mark.real
-async def test_tokens_outside_of_the_vocabulary_are_refused_with_the_range_of_ids(wire: Start) -> None:
+async def test_a_request_with_token_ids_outside_the_vocabulary_is_refused_with_the_allowed_range(
+    wire: Start,
+) -> None:
     """The vocabulary's last id is accepted, the next is not: the device would read beyond its embeddings."""
     w = await wire()
     assert (await w.send("s", {"type": "append", "id": "a", "tokens": [0, 258]}))["type"] == "appended"
@@ -162,7 +164,7 @@ async def test_tokens_outside_of_the_vocabulary_are_refused_with_the_range_of_id
     await check_goes_on(w, "s")
 
 
-async def test_a_generate_without_input_in_an_empty_session_is_refused(wire: Start) -> None:
+async def test_a_generate_request_without_input_in_an_empty_session_is_refused(wire: Start) -> None:
     w = await wire()
     await check_refused(w, "s", generate("a"), "the session is empty: append something first")
     await w.send("opened", {"type": "open", "id": "a"})
@@ -170,7 +172,9 @@ async def test_a_generate_without_input_in_an_empty_session_is_refused(wire: Sta
     await check_goes_on(w, "s", "opened")
 
 
-async def test_a_request_that_exceeds_the_context_is_refused_and_adds_nothing(wire: Start) -> None:
+async def test_a_request_that_exceeds_the_context_is_refused_and_adds_nothing_to_the_session(
+    wire: Start,
+) -> None:
     w = await wire(max_context=64)
     await w.send("s", append("a", "x" * 60))
     await check_refused(w, "s", append("b", "x" * 5), "would hold 65 tokens", "context_exceeded")
@@ -194,7 +198,9 @@ async def test_an_answer_that_reaches_the_context_limit_ends_with_the_finish_rea
 
 
 @pytest.mark.real
-async def test_a_prompt_that_can_never_fit_into_memory_is_refused_and_adds_nothing(wire: Start) -> None:
+async def test_a_prompt_that_can_never_fit_into_memory_is_refused_and_adds_nothing_to_the_session(
+    wire: Start,
+) -> None:
     w = await wire(kv_bytes=40 * 512)
     await check_refused(w, "s", append("a", "x" * 41), "the limit is 20480", "memory_exceeded")
     await check_refused(w, "s", generate("b", text="x" * 40), "room for 1 more", "memory_exceeded")
@@ -215,7 +221,7 @@ async def test_an_answer_that_fills_the_kv_memory_ends_with_the_finish_reason_le
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_a_repeated_request_gets_the_recorded_result_of_the_first_one(
+async def test_a_request_repeated_under_the_same_id_gets_the_recorded_result_of_the_first_request(
     wire: Start, *, restart: bool
 ) -> None:
     """Each repeat's result has the repeat's sequence and names the first one's, also if that is a failure."""
@@ -241,7 +247,7 @@ async def test_a_repeated_request_gets_the_recorded_result_of_the_first_one(
     await check_goes_on(w, "s")
 
 
-async def test_the_text_of_an_invalid_request_is_still_shown_after_the_request_has_left_the_log(
+async def test_the_text_of_an_invalid_request_is_shown_in_its_result_after_the_request_has_left_the_log(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -294,7 +300,7 @@ DISALLOWED: list[tuple[list[Any], dict[str, Any], str, str]] = [
 ]
 
 
-async def test_a_request_that_the_sessions_state_does_not_allow_is_refused_with_the_reason(
+async def test_a_request_that_the_state_of_its_session_does_not_allow_is_refused_with_the_reason(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -309,7 +315,7 @@ async def test_a_request_that_the_sessions_state_does_not_allow_is_refused_with_
         await check_goes_on(w, session)
 
 
-async def test_cancelling_an_answered_or_unknown_request_fails_and_says_why(wire: Start) -> None:
+async def test_cancelling_an_answered_or_unknown_request_fails_with_the_reason(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a"))
     for request_id, says in (
@@ -350,7 +356,7 @@ GARBAGE = [
 ]
 
 
-async def test_invalid_messages_published_among_the_results_are_ignored(wire: Start) -> None:
+async def test_invalid_messages_published_on_the_subject_of_results_are_ignored(wire: Start) -> None:
     """Whether they come before a session's first request, between its turns, or before a restart."""
     w = await wire()
     for session in ("s", "t"):
@@ -409,7 +415,9 @@ async def test_invalid_messages_among_the_token_chunks_do_not_become_part_of_an_
         await check_goes_on(w, f"s{number}")
 
 
-async def test_an_ask_beyond_the_message_limit_of_the_log_is_refused_and_not_stored(wire: Start) -> None:
+async def test_a_request_on_the_ask_subject_above_the_message_limit_of_the_log_is_refused_and_not_stored(
+    wire: Start,
+) -> None:
     """An ask that fits into a NATS message but not into the log fails at once."""
     w = await wire(max_message_bytes=64 * 1024)
     body = json.dumps({"text": "x" * 200_000}).encode()

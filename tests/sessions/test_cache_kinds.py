@@ -77,7 +77,7 @@ def _parameters(model: Any) -> list[tuple[str, mx.array]]:
     return parameters
 
 
-async def test_snapshots_stay_usable_under_a_new_chat_template_but_not_under_new_model_code(
+async def test_stored_snapshots_are_restored_after_a_change_of_the_chat_template_but_not_of_the_model_code(
     local_worker, tiny_model, tmp_path, monkeypatch
 ) -> None:
     folder, text = tmp_path / "model", "Once upon a time " * 8
@@ -129,7 +129,7 @@ async def test_a_model_with_an_unknown_cache_class_is_served_without_snapshots(
         ("falcon_h1", None, "5*[ArraysCache(2) KVCache]"),
     ],
 )
-async def test_a_worker_logs_the_kind_of_kv_of_each_layer_and_warns_if_kv_bits_applies_to_some_only(
+async def test_a_worker_logs_the_cache_class_of_each_layer_and_warns_if_kv_bits_applies_only_to_some_layers(
     local_worker, make_folder, tmp_path, kind, kv_bits, caches
 ) -> None:
     """The results of its batching trials are stored, so that the next start does not repeat them."""
@@ -141,7 +141,7 @@ async def test_a_worker_logs_the_kind_of_kv_of_each_layer_and_warns_if_kv_bits_a
     assert json.loads((tmp_path / "data" / "models" / "trials.json").read_text())
 
 
-async def test_a_model_that_cannot_serve_sink_window_is_refused_with_the_reason_at_open_and_at_start(
+async def test_a_model_that_cannot_serve_sink_window_is_refused_with_the_reason_at_open_and_at_worker_start(
     local_worker, make_folder
 ) -> None:
     """At the start only if the policy is the worker's default."""

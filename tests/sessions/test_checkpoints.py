@@ -94,7 +94,7 @@ async def whole(world: World) -> ServedSession:
 
 
 @both
-async def test_opening_a_long_session_reads_only_the_end_of_its_log(
+async def test_opening_a_long_session_from_a_checkpoint_reads_only_the_end_of_its_log(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await converse(world, range(60))
@@ -115,7 +115,7 @@ async def test_opening_a_long_session_reads_only_the_end_of_its_log(
     assert session.log.record.num_foreign == 0, "the worker's own log has no warning"
 
 
-async def test_each_checkpoint_stores_only_what_the_session_has_gained_since_the_previous_one(
+async def test_each_checkpoint_of_a_session_stores_only_the_turns_since_the_previous_checkpoint(
     world: World,
 ) -> None:
     """All that is read for the last one is at most twice the session, also if that is rewound often."""
@@ -132,7 +132,7 @@ async def test_each_checkpoint_stores_only_what_the_session_has_gained_since_the
     assert_same((await opened(world)).history, (await whole(world)).history)
 
 
-async def test_an_open_session_takes_no_more_memory_than_it_reports(
+async def test_an_open_session_takes_no_more_memory_than_its_reported_size(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, counted = [], []
@@ -154,7 +154,7 @@ async def test_an_open_session_takes_no_more_memory_than_it_reports(
     assert sizes[1] - sizes[0] < counted[1] - counted[0]
 
 
-async def test_a_session_that_another_worker_removes_during_a_read_of_its_log_is_read_again(
+async def test_reading_the_log_of_a_session_that_another_worker_removes_meanwhile_is_repeated(
     world: World, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await converse(world, range(2 * EVERY))
@@ -201,7 +201,9 @@ async def test_no_checkpoint_is_stored_after_a_session_is_closed(world: World, f
     assert checkpoints(world)[-1].seq < world.log.entries[-1].seq
 
 
-async def test_a_checkpoint_has_no_ids_of_requests_behind_it_which_the_next_one_has(world: World) -> None:
+async def test_a_checkpoint_contains_only_the_answered_request_ids_before_its_log_position(
+    world: World,
+) -> None:
     """They were answered out of order."""
     await converse(world, range(1))
     ids = AnsweredIds()
@@ -325,7 +327,7 @@ def second_result_for_a_request(world: World) -> None:
         second_result_for_a_request,
     ],
 )
-async def test_a_damaged_or_forged_checkpoint_is_ignored_and_logged_once(
+async def test_a_damaged_or_forged_checkpoint_is_not_used_to_open_its_session_and_logged_in_one_line(
     world: World, tamper: Callable[[World], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     await converse(world, range(22))
@@ -340,7 +342,7 @@ async def test_a_damaged_or_forged_checkpoint_is_ignored_and_logged_once(
 
 
 @both
-async def test_a_result_that_the_log_lost_is_noticed_even_if_a_checkpoint_was_made_after_it(
+async def test_a_result_missing_from_the_log_is_detected_even_if_a_later_checkpoint_includes_the_result(
     world: World,
 ) -> None:
     await converse(world, range(22))
@@ -352,7 +354,7 @@ async def test_a_result_that_the_log_lost_is_noticed_even_if_a_checkpoint_was_ma
     assert f"lost the result at sequence {seq}" in str(session.log.record.diverged)
 
 
-async def test_requests_are_answered_while_the_log_refuses_checkpoints_and_later_ones_are_stored(
+async def test_requests_are_answered_while_the_log_refuses_checkpoints_and_later_checkpoints_are_stored(
     world: World,
 ) -> None:
     """A full log, for example, refuses them. The attempts to store one are few."""
@@ -371,7 +373,7 @@ async def test_requests_are_answered_while_the_log_refuses_checkpoints_and_later
     await world.assert_fold_is_life()
 
 
-async def test_a_template_that_numbers_all_messages_renders_the_same_after_a_checkpoint(
+async def test_a_chat_template_that_numbers_all_messages_renders_the_same_after_opening_from_a_checkpoint(
     often: None, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = "{% for m in messages %}{{ loop.index }}. {{ m.content }}\n{% endfor %}"
@@ -383,7 +385,7 @@ async def test_a_template_that_numbers_all_messages_renders_the_same_after_a_che
     assert_same(world.session.history, (await whole(world)).history)
 
 
-async def test_a_session_that_is_read_from_the_log_for_each_request_still_gets_checkpoints(
+async def test_a_session_that_is_unloaded_after_each_request_still_gets_checkpoints(
     world: World,
 ) -> None:
     """Rarely used sessions are unloaded from memory after each answer."""
@@ -395,7 +397,7 @@ async def test_a_session_that_is_read_from_the_log_for_each_request_still_gets_c
     assert sum(map(is_first, checkpoints(world))) <= 2 * 8
 
 
-def test_each_part_of_a_checkpoint_fits_into_one_message_of_the_log() -> None:
+def test_each_part_of_a_large_checkpoint_fits_into_one_log_message() -> None:
     """Including base64 and the fields around the part, for a small and the usual message limit."""
     for size in (64 * 2**10, 2**20):
         assert len(CheckpointMessage(bytes(attachments.part_bytes(size)), before="9" * 60).pack()) < size

@@ -49,7 +49,7 @@ async def replies(wire: Wire, kind: str, body: dict[str, Any]) -> list[dict[str,
 @pytest.mark.simulated
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # coroutines of what is killed
 @pytest.mark.parametrize(("away", "begun_s"), thinned(AWAY, [-0.5, -0.01, 0.003, 0.02]))
-async def test_an_ask_is_answered_within_4_seconds_and_runs_once_although_its_worker_is_away(
+async def test_a_request_on_the_ask_subject_is_answered_within_4_s_and_once_although_its_worker_is_away(
     cluster: list[Wire], server: Server, away: str, begun_s: float
 ) -> None:
     """The worker goes away before the asks, as they arrive, or in the middle of the answers."""
@@ -71,7 +71,7 @@ async def test_an_ask_is_answered_within_4_seconds_and_runs_once_although_its_wo
 @pytest.mark.simulated
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("away", "begun_s"), thinned(AWAY, [-0.5, -0.01, 0.0005, 0.001]))
-async def test_a_control_request_is_answered_within_4_seconds_although_its_worker_or_the_owner_is_away(
+async def test_a_control_request_is_answered_within_4_s_although_its_worker_or_the_sessions_owner_is_away(
     cluster: list[Wire], away: str, begun_s: float
 ) -> None:
     a, b = cluster
@@ -83,7 +83,7 @@ async def test_a_control_request_is_answered_within_4_seconds_although_its_worke
 
 
 @pytest.mark.simulated
-async def test_an_ask_is_answered_although_the_connection_is_lost_as_its_result_is_stored(
+async def test_a_request_on_the_ask_subject_is_answered_although_nats_is_lost_while_its_result_is_stored(
     quiet_wire: Start, server: Server
 ) -> None:
     """The worker misses its own result on `out`, and finds it in the log."""
@@ -100,7 +100,9 @@ async def test_an_ask_is_answered_although_the_connection_is_lost_as_its_result_
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("kind", ["ask", "ctl"])
-async def test_equal_requests_with_one_reply_subject_each_get_a_reply(cluster: list[Wire], kind: str) -> None:
+async def test_several_equal_requests_with_the_same_reply_subject_each_get_a_reply(
+    cluster: list[Wire], kind: str
+) -> None:
     a, heard = cluster[0], list[Any]()
 
     async def hear(message: Any) -> None:
@@ -115,7 +117,7 @@ async def test_equal_requests_with_one_reply_subject_each_get_a_reply(cluster: l
 
 
 @pytest.mark.simulated
-async def test_info_lists_waiting_requests_in_pages(
+async def test_an_info_request_lists_the_waiting_requests_of_a_session_in_pages(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -147,7 +149,7 @@ async def test_info_lists_waiting_requests_in_pages(
 
 
 @pytest.mark.simulated
-async def test_a_reply_larger_than_the_servers_message_limit_becomes_a_refusal(
+async def test_a_control_reply_larger_than_the_nats_message_limit_is_replaced_by_an_error_reply(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here another reply takes the place of the one to a count."""
@@ -166,7 +168,9 @@ async def test_a_reply_larger_than_the_servers_message_limit_becomes_a_refusal(
 
 
 @pytest.mark.simulated
-async def test_a_refused_control_request_or_ask_has_its_valid_id_in_the_reply(quiet_wire: Start) -> None:
+async def test_the_error_reply_to_a_control_or_ask_request_contains_the_id_of_the_request(
+    quiet_wire: Start,
+) -> None:
     w = await quiet_wire()
     reply = await w.control("s", {"type": "cancel", "id": "mine", "more": 1})
     assert (reply["code"], reply["id"]) == ("invalid_request", "mine")
@@ -175,7 +179,9 @@ async def test_a_refused_control_request_or_ask_has_its_valid_id_in_the_reply(qu
 
 
 @pytest.mark.simulated
-async def test_a_refused_count_or_ask_says_why_as_a_refused_generate_does(quiet_wire: Start) -> None:
+async def test_an_invalid_count_or_ask_request_gets_the_same_error_as_an_invalid_generate_request(
+    quiet_wire: Start,
+) -> None:
     w = await quiet_wire(other_model="refuse")
     asked = await w.nc.request(w.subject("s", "ask"), b'{"text":"a","temperature":-1}', timeout=20)
     assert json.loads(asked.data)["field"] == "temperature"
@@ -193,7 +199,7 @@ async def test_a_refused_count_or_ask_says_why_as_a_refused_generate_does(quiet_
 
 
 @pytest.mark.simulated
-async def test_a_control_request_on_which_the_worker_fails_is_answered_and_the_next_ones_too(
+async def test_a_control_request_that_raises_an_exception_gets_an_error_reply_and_later_requests_succeed(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()

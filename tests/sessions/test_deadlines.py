@@ -20,7 +20,9 @@ async def submitted(client: Any, name: str, *requests: Append | Generate) -> lis
     return [await client.submit(SessionKey("default", name), one, timeout_s=20) for one in requests]
 
 
-async def test_a_request_past_its_deadline_is_neither_checked_nor_run(local_worker: Any) -> None:
+async def test_a_request_whose_deadline_has_passed_expires_without_being_validated_or_run(
+    local_worker: Any,
+) -> None:
     """It has expired, whatever else would be said of it."""
     worker = await local_worker()
     first, *late, last = await submitted(
@@ -44,7 +46,7 @@ async def test_a_request_past_its_deadline_is_neither_checked_nor_run(local_work
 
 
 @pytest.mark.simulated
-async def test_a_deadline_that_passes_while_the_machine_sleeps_ends_the_answer_soon_after(
+async def test_a_deadline_that_passes_while_the_machine_sleeps_ends_the_answer_soon_after_the_sleep(
     local_worker: Any, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The clock by which the event loop sleeps does not go on meanwhile, on macOS or Linux."""
@@ -81,7 +83,7 @@ async def test_a_running_answer_ends_at_its_deadline_with_the_tokens_generated_u
 
 
 @pytest.mark.simulated
-async def test_an_answer_whose_deadline_passes_during_a_crash_keeps_the_tokens_already_streamed(
+async def test_an_answer_whose_deadline_passes_while_its_worker_is_crashed_keeps_its_streamed_tokens(
     local_worker: Any,
 ) -> None:
     worker = await local_worker(ack_wait_s=0.5)
@@ -100,7 +102,7 @@ async def test_an_answer_whose_deadline_passes_during_a_crash_keeps_the_tokens_a
     assert [entry.kind for entry in await worker.client.log("killed")] == ["in", "out"]
 
 
-async def test_a_request_that_waits_for_its_tenants_other_sessions_expires_at_its_deadline(
+async def test_a_request_that_waits_while_other_sessions_of_its_tenant_run_expires_at_its_deadline(
     local_worker: Any, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model), max_batch=1)

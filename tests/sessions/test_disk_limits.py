@@ -35,7 +35,9 @@ async def settled(w: Wire) -> None:
     assert await w.worker.app._store.queue.drained(10)
 
 
-async def test_a_worker_that_never_had_snapshots_reports_a_forget_as_settled(wire: Start) -> None:
+async def test_a_worker_that_never_stored_snapshots_reports_a_forgotten_session_as_completely_erased(
+    wire: Start,
+) -> None:
     w = await wire(snapshots="off")
     await w.send("s", append("a", "hello"))
     closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
@@ -43,7 +45,9 @@ async def test_a_worker_that_never_had_snapshots_reports_a_forget_as_settled(wir
     assert closed.get("settled", True), "there never were any"
 
 
-async def test_a_worker_restarted_with_snapshots_off_does_not_report_a_forget_as_settled(wire: Start) -> None:
+async def test_a_worker_restarted_with_snapshots_off_does_not_report_a_forgotten_session_as_erased(
+    wire: Start,
+) -> None:
     w = await wire()
     await w.send("s", append("a", text("x")))
     await w.worker.stop()
@@ -52,7 +56,9 @@ async def test_a_worker_restarted_with_snapshots_off_does_not_report_a_forget_as
     assert (closed["forgotten"], closed["settled"]) == (0, False)
 
 
-async def test_temporary_snapshots_are_removed_when_the_worker_stops(wire: Start) -> None:
+async def test_with_snapshots_set_to_temporary_all_snapshots_are_removed_when_the_worker_stops(
+    wire: Start,
+) -> None:
     w = await wire(snapshots="temporary")
     await w.send("s", append("a", text("x")))
     await settled(w)
@@ -61,7 +67,7 @@ async def test_temporary_snapshots_are_removed_when_the_worker_stops(wire: Start
     assert snapshots(w) == 0
 
 
-async def test_a_reload_changes_only_the_disk_limits(wire: Start) -> None:
+async def test_a_reload_of_the_settings_changes_only_the_disk_limits(wire: Start) -> None:
     w = await wire()
     for i in range(4):
         await w.send(f"s{i}", append("a", text("abcd"[i])))
@@ -77,7 +83,7 @@ async def test_a_reload_changes_only_the_disk_limits(wire: Start) -> None:
     assert 0 < app._store.stats().stored_bytes <= 2**16
 
 
-async def test_a_reload_while_the_snapshots_are_opened_changes_the_disk_limits(
+async def test_a_reload_of_the_settings_while_the_snapshot_store_is_opening_changes_the_disk_limits(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apps: list[App] = []
@@ -111,7 +117,7 @@ async def said(worker: WorkerProcess, event: str) -> dict[str, Any]:
 
 
 @pytest.mark.process
-async def test_sighup_makes_a_worker_read_its_settings_file_again(
+async def test_sighup_makes_a_worker_read_its_settings_file_again_and_apply_the_disk_limits(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
     config = tmp_path / "turnkeep.toml"
@@ -154,7 +160,7 @@ def num_snapshots(*folders: Path) -> int:
 
 
 @pytest.mark.parametrize("tail", [0, 5])
-async def test_neither_disk_nor_remote_tier_gets_kv_of_a_session_without_snapshots(
+async def test_no_kv_of_a_session_opened_without_snapshots_is_written_to_disk_or_remote_tier(
     local_worker: Callable, tmp_path: Path, tail: int
 ) -> None:
     """Neither while it runs, idle, as a fork or at a stop; a session with snapshots has some."""
@@ -183,7 +189,9 @@ async def test_neither_disk_nor_remote_tier_gets_kv_of_a_session_without_snapsho
     assert holds_secret(data / "snapshots", tier)
 
 
-async def test_a_session_without_snapshots_reuses_those_of_other_sessions(local_worker: Callable) -> None:
+async def test_a_session_opened_without_snapshots_still_restores_the_snapshots_of_other_sessions(
+    local_worker: Callable,
+) -> None:
     """Reading leaves nothing on disk, and a shared system prompt needs no second prefill."""
     worker = await local_worker()
     await worker.client.session("saved").append(tokens=SECRET)

@@ -52,7 +52,7 @@ async def answered_before(wire: Wire, seq: int, tenant: str) -> int:
 
 
 @pytest.mark.usefixtures("_small")
-async def test_a_tenants_request_is_answered_before_half_of_another_tenants_flood_is_answered(
+async def test_while_one_tenant_floods_another_tenants_request_is_answered_before_half_of_the_flood(
     wire: Start,
 ) -> None:
     one = await wire(max_waiting=MAX_SESSIONS, tenants=TenantLimits(sessions=MAX_SESSIONS // 2))
@@ -71,7 +71,9 @@ async def test_a_tenants_request_is_answered_before_half_of_another_tenants_floo
 
 
 @pytest.mark.usefixtures("_small")
-async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_attempt(wire: Start) -> None:
+async def test_a_request_that_a_worker_returned_to_nats_before_stopping_is_not_counted_as_a_failed_attempt(
+    wire: Start,
+) -> None:
     one = await wire(max_waiting=1, tenants=TenantLimits(sessions=1), max_attempts=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(3)]
     await until(lambda: one.worker.app._parts.intake.num_returned >= 2)
@@ -81,7 +83,7 @@ async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_atte
 
 
 @pytest.mark.usefixtures("_small")
-async def test_a_request_that_waits_for_its_tenants_share_when_the_worker_stops_counts_no_attempt(
+async def test_a_request_waiting_for_its_tenants_share_at_a_worker_stop_is_not_counted_as_a_failed_attempt(
     wire: Start,
 ) -> None:
     one = await wire(max_batch=1, max_attempts=1)
@@ -92,7 +94,7 @@ async def test_a_request_that_waits_for_its_tenants_share_when_the_worker_stops_
     assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * len(seqs)
 
 
-async def test_control_requests_of_one_tenant_leave_capacity_for_other_tenants(
+async def test_hanging_control_requests_of_one_tenant_leave_capacity_for_those_of_other_tenants(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on, look, waiting = asyncio.Event(), ServedSession.refresh, 0
@@ -117,7 +119,7 @@ async def test_control_requests_of_one_tenant_leave_capacity_for_other_tenants(
 
 
 @pytest.mark.real
-async def test_a_tenants_many_long_texts_are_tokenised_in_turn_with_another_tenants(
+async def test_long_texts_of_two_tenants_are_tokenised_in_alternation_however_many_one_tenant_sends(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, extend, tokenised = await wire(), Fold.extend, list[str]()
@@ -147,7 +149,7 @@ def peak_bytes(pid: int) -> int:
 @pytest.mark.real
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the peak of another process")
-async def test_a_session_backlog_of_80_mb_makes_the_worker_grow_by_less_than_32_mib(
+async def test_a_backlog_of_80_mb_of_requests_in_one_session_grows_the_workers_memory_by_less_than_32_mib(
     worker_process: Callable[..., Any],
 ) -> None:
     """When the worker starts, 80 requests of 1 MB wait; it reads them in pages."""

@@ -43,7 +43,9 @@ from worker.wire.chunks import PublishedChunks
 
 
 @given(operations=OPERATIONS)
-def test_reading_the_log_gives_the_state_that_the_session_had_in_memory(tokenizer, operations) -> None:
+def test_a_session_read_from_its_log_has_the_same_state_as_the_session_in_memory(
+    tokenizer, operations
+) -> None:
     """After random valid and invalid requests, repeats, conflicts, cancellations, crashes and removals."""
     asyncio.run(live(World(tokenizer), operations))
 
@@ -57,7 +59,7 @@ def test_reading_the_log_gives_the_state_that_the_session_had_in_memory(tokenize
         ("", STORED),
     ],
 )
-async def test_a_copied_session_began_at_the_time_stated_by_its_first_request_if_that_has_a_time_zone(
+async def test_an_imported_session_takes_its_start_time_from_its_first_request_if_the_time_has_a_zone(
     world, stated, began
 ) -> None:
     world.ring(world.log.add("in", encode(Append(id="a", text="x")), {BEGAN_HEADER: stated}))
@@ -66,7 +68,7 @@ async def test_a_copied_session_began_at_the_time_stated_by_its_first_request_if
         assert session.history.conversation.started == began
 
 
-async def test_a_request_under_the_id_of_another_request_is_refused_as_a_conflict(world) -> None:
+async def test_a_request_with_the_id_of_a_different_request_is_refused_as_an_id_conflict(world) -> None:
     await world.ask(Append(id="a", text="one"))
     for _ in range(2):
         refused = await world.ask(Append(id="a", text="two"))
@@ -76,7 +78,7 @@ async def test_a_request_under_the_id_of_another_request_is_refused_as_a_conflic
     assert repeated.repeat_of == 1, "the first one keeps the id"
 
 
-async def test_an_append_behind_a_close_is_refused_though_the_log_is_read_anew_during_the_close(
+async def test_an_append_sent_after_a_close_is_refused_even_if_the_log_is_read_again_during_the_close(
     world, monkeypatch
 ) -> None:
     append = world.log.append
@@ -95,7 +97,9 @@ async def test_an_append_behind_a_close_is_refused_though_the_log_is_read_anew_d
     await world.assert_fold_is_life()
 
 
-async def test_a_request_cancelled_behind_a_close_that_forgets_stays_answered_under_its_id(world) -> None:
+async def test_a_request_cancelled_behind_a_waiting_close_with_forget_keeps_its_result_under_its_id(
+    world,
+) -> None:
     """Its result is stored before that of the close."""
     await world.ask(Append(id="a", text="one"))
     closing = world.publish(Close(id="close", forget=True))
@@ -109,7 +113,7 @@ async def test_a_request_cancelled_behind_a_close_that_forgets_stays_answered_un
         world.crash()
 
 
-async def test_the_result_of_a_cancel_is_not_stored_if_its_request_has_meanwhile_become_the_next_one(
+async def test_cancelling_a_waiting_request_stores_no_result_if_the_request_has_become_the_next_to_run(
     world,
 ) -> None:
     """Another worker may have begun to answer it since it was found to wait."""
@@ -124,7 +128,7 @@ async def test_the_result_of_a_cancel_is_not_stored_if_its_request_has_meanwhile
     assert await log.commit(second, None, waits=True) is not None
 
 
-async def test_a_cancel_checks_again_for_a_begun_answer_when_its_request_becomes_the_next_one(
+async def test_a_cancel_checks_again_for_published_tokens_if_its_request_has_become_the_next_to_run(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the next request can have been begun, and while the cancel looked the one before was answered."""
@@ -143,7 +147,9 @@ async def test_a_cancel_checks_again_for_a_begun_answer_when_its_request_becomes
     assert were_next == [False, True]
 
 
-async def test_a_cancel_waits_for_the_end_of_an_answer_only_until_the_log_is_read_again(world) -> None:
+async def test_a_cancel_that_waits_for_an_answer_to_end_returns_if_the_session_is_read_from_the_log_again(
+    world,
+) -> None:
     world.publish(Generate(id="one", max_tokens=3))
     await world.session.log.catch_up(beyond_bell=True)
     ending = asyncio.create_task(world.session.end_early(world.session.log.record.pending[0]))
@@ -154,7 +160,7 @@ async def test_a_cancel_waits_for_the_end_of_an_answer_only_until_the_log_is_rea
         await ending
 
 
-async def test_the_result_of_a_cancelled_waiting_request_does_not_count_as_proof_of_a_checkpoint(
+async def test_the_result_of_a_cancelled_waiting_request_is_not_used_to_verify_a_checkpoint(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that reads the log does not take it for a proof either."""
@@ -167,7 +173,7 @@ async def test_the_result_of_a_cancelled_waiting_request_does_not_count_as_proof
     assert (await world.refolded()).log.record.proven_seq == proven_seq
 
 
-async def test_the_remaining_close_of_a_forgotten_session_does_not_count_as_proof_of_a_checkpoint(
+async def test_the_remaining_close_result_of_a_forgotten_session_is_not_used_to_verify_a_checkpoint(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its digest says of is gone."""
@@ -182,7 +188,9 @@ async def test_the_remaining_close_of_a_forgotten_session_does_not_count_as_proo
     assert [one.kind for one in world.log.entries] == ["out"], "without a checkpoint"
 
 
-async def test_an_unread_repeat_does_not_wait_if_the_first_request_with_its_id_has_a_result(world) -> None:
+async def test_a_repeated_request_is_not_reported_as_waiting_if_the_first_request_with_its_id_has_a_result(
+    world,
+) -> None:
     """That result was stored out of order, so the requests before it are not read either."""
     for name in ("first", "late", "late"):
         world.publish(Append(id=name, text="one"))
@@ -194,7 +202,9 @@ async def test_an_unread_repeat_does_not_wait_if_the_first_request_with_its_id_h
     assert await log.find_waiting("late") is None
 
 
-async def test_a_repeated_request_cannot_be_cancelled_and_gets_the_recorded_result(world) -> None:
+async def test_cancelling_the_repeat_of_an_answered_request_fails_and_the_repeat_gets_the_recorded_result(
+    world,
+) -> None:
     """An id has only one result, also if it is repeated or cancelled later."""
     first = await world.ask(Append(id="a", text="one"))
     seq = world.publish(Append(id="a", text="one"))
@@ -223,7 +233,7 @@ async def test_after_a_crash_the_next_worker_ends_the_token_stream_of_an_answere
     assert world.outbox.texts == ([result.text[said:]] if cancel_after else [])
 
 
-async def test_the_end_of_an_answer_that_was_not_published_has_what_all_chunks_lack_of_text_and_reasoning(
+async def test_the_last_published_chunk_has_the_text_and_reasoning_that_all_earlier_chunks_lack(
     world,
 ) -> None:
     result = await world.ask(Generate(id="g", text="down", max_tokens=2))
@@ -235,7 +245,9 @@ async def test_the_end_of_an_answer_that_was_not_published_has_what_all_chunks_l
 
 
 @pytest.mark.parametrize("known", [3, 6])
-async def test_the_usage_of_an_answer_resumed_from_published_tokens_adds_up(world, known) -> None:
+async def test_in_the_usage_of_a_resumed_answer_prompt_tokens_equal_cached_plus_prefilled_tokens(
+    world, known
+) -> None:
     """Tokens published before do not count as prompt. If all were published, `prompt_tokens` is 0."""
     whole = await world.ask(Generate(id="whole", text="down", max_tokens=6))
     await world.ask(Rewind(id="back", position=0))
@@ -259,7 +271,7 @@ async def diverged(world: World, entries: list[LogEntry]) -> str:
     return refused.message
 
 
-async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result_is_not_continued(
+async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result_is_refused(
     world,
 ) -> None:
     """Repeats of its earlier requests still get their recorded results."""
@@ -271,7 +283,9 @@ async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result
     assert repeated.repeat_of == 1
 
 
-async def test_a_session_that_could_not_be_continued_can_be_opened_anew_once_it_is_forgotten(world) -> None:
+async def test_a_session_whose_log_contradicts_itself_can_be_opened_again_after_being_forgotten(
+    world,
+) -> None:
     await world.ask(Append(id="a", text="one"))
     await diverged(world, tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32}))
     await world.ask(Close(id="close", forget=True))
@@ -279,8 +293,10 @@ async def test_a_session_that_could_not_be_continued_can_be_opened_anew_once_it_
     assert (await world.ask(Append(id="b", text="one"))).position == 3
 
 
-@pytest.mark.parametrize("found", [AnsweredAt(1, 2), AnsweredAt(3, 2)], ids=["its id", "its sequence"])
-async def test_a_result_of_another_request_is_not_taken_for_that_of_an_id_with_the_same_hash(
+@pytest.mark.parametrize(
+    "found", [AnsweredAt(1, 2), AnsweredAt(3, 2)], ids=["another id", "another sequence"]
+)
+async def test_looking_up_a_request_id_does_not_return_the_result_of_another_id_with_the_same_hash(
     world, found: AnsweredAt
 ) -> None:
     await world.ask(Append(id="a", text="one"))
@@ -290,7 +306,9 @@ async def test_a_result_of_another_request_is_not_taken_for_that_of_an_id_with_t
     assert await world.session.log.find_answered(asked) is None
 
 
-async def test_the_tokens_to_erase_are_those_since_the_last_forget_without_those_of_repeats(world) -> None:
+async def test_forgetting_a_reopened_session_erases_only_its_token_sequences_since_the_reopening(
+    world,
+) -> None:
     for round_ in ("1", "2"):
         await world.ask(Open(id=f"open{round_}"))
         await world.ask(Append(id=f"a{round_}", tokens=(1, 2, 3)))
@@ -300,7 +318,7 @@ async def test_the_tokens_to_erase_are_those_since_the_last_forget_without_those
         await world.ask(Close(id=f"close{round_}", forget=True))
 
 
-async def test_a_close_that_forgets_is_not_settled_and_notes_it_until_every_worker_has_erased_the_kv(
+async def test_forgetting_a_session_is_reported_as_incomplete_until_every_worker_has_erased_its_kv(
     world,
 ) -> None:
     noted = []
@@ -322,7 +340,9 @@ async def test_a_close_that_forgets_is_not_settled_and_notes_it_until_every_work
     assert noted == [["quick", "this"]]
 
 
-async def test_an_erasure_keeps_of_each_token_sequence_what_the_next_one_begins_with() -> None:
+async def test_erasing_token_sequences_with_a_common_prefix_erases_the_prefix_with_the_last_sequence() -> (
+    None
+):
     erased = list[tuple[list[int], int]]()
 
     async def erase(_: object, tokens: Any, num_shared: int) -> Any:
@@ -338,7 +358,7 @@ async def test_an_erasure_keeps_of_each_token_sequence_what_the_next_one_begins_
     assert erased == [([1, 2, 3], 2), ([1, 2, 4, 5], 1)]
 
 
-async def test_a_wrong_position_in_a_logged_result_stops_the_session(world) -> None:
+async def test_a_session_with_a_wrong_position_in_a_logged_result_refuses_further_requests(world) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
     for index in (0, 1):
@@ -359,7 +379,7 @@ async def test_a_wrong_position_in_a_logged_result_stops_the_session(world) -> N
         (None, "is no such result: Appended"),
     ],
 )
-async def test_a_logged_result_with_an_invalid_change_field_stops_the_session(
+async def test_a_session_with_an_invalid_change_field_in_a_logged_result_refuses_further_requests(
     world, change: Any, why: str
 ) -> None:
     await world.ask(Append(id="a", tokens=(1, 2)))
@@ -375,7 +395,9 @@ def without(entries: list[LogEntry], *seqs: int) -> list[LogEntry]:
     return [replace(entry, kind=gone, body=b"") if entry.seq in seqs else entry for entry in entries]
 
 
-async def test_a_session_is_not_continued_if_the_result_right_behind_another_one_is_lost(world) -> None:
+async def test_a_session_whose_log_lost_the_second_of_consecutive_results_refuses_further_requests(
+    world,
+) -> None:
     for id_ in "abc":
         seq = world.log.add("in", encode(Append(id=id_, text="one")))
     world.ring(seq)
@@ -386,7 +408,7 @@ async def test_a_session_is_not_continued_if_the_result_right_behind_another_one
 
 
 @pytest.mark.parametrize("lost", [(2,), (4,), (6,), (2, 4), (4, 6), (2, 4, 6)])
-async def test_a_closed_session_is_known_to_be_closed_whichever_results_before_the_close_are_lost(
+async def test_a_session_whose_close_is_logged_stays_closed_whichever_earlier_results_are_lost(
     world, lost: tuple[int, ...]
 ) -> None:
     for id_ in "abc":
@@ -401,7 +423,9 @@ async def test_a_closed_session_is_known_to_be_closed_whichever_results_before_t
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_looking_up_a_request_id_finds_the_first_of_its_results_that_were_not_dropped(seed: int) -> None:
+def test_looking_up_a_request_id_finds_the_first_of_its_results_that_are_still_in_the_index(
+    seed: int,
+) -> None:
     dice, ids, left = random.Random(seed), AnsweredIds(), {f"r{n}": list[AnsweredAt]() for n in range(12)}
     for number in range(1, 300):
         name = dice.choice([*left])
@@ -451,7 +475,7 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("repeated", ASKED.values(), ids=ASKED)
-async def test_a_session_continues_after_a_repeat_was_answered_by_a_worker_that_could_not_read_the_log(
+async def test_a_session_continues_after_a_worker_that_could_not_read_its_log_answered_a_repeated_request(
     world: World, repeated: Any
 ) -> None:
     for request in ASKED.values():
@@ -467,7 +491,7 @@ async def test_a_session_continues_after_a_repeat_was_answered_by_a_worker_that_
     assert appended.position == 8
 
 
-async def test_waiting_for_another_sessions_last_attempt_does_not_count_as_a_failed_read_of_the_log(
+async def test_worker_crashes_while_a_request_waits_for_the_device_lock_are_not_counted_as_failed_log_reads(
     world: World,
 ) -> None:
     """Each of the workers reads the session's log, and none crashes because of it."""
@@ -512,7 +536,7 @@ FAILS = Rewind(id="r", position=99)
     ],
     ids=["a finish reason", "a field", "the code of a failure", "a value in a failure"],
 )
-async def test_a_session_continues_after_a_result_in_which_a_newer_version_has_stored_something_new(
+async def test_a_session_continues_after_a_logged_result_with_unknown_values_of_a_newer_version(
     world: World, request_: Any, fields: dict[str, Any]
 ) -> None:
     """A repeat still gets it. A failure never changes a session, whatever fields a newer version adds."""
@@ -529,7 +553,7 @@ NEW_SHAPES = {"a new type": {"type": "forked"}, "a new shape": {"seconds": {"pre
 
 
 @pytest.mark.parametrize("fields", NEW_SHAPES.values(), ids=NEW_SHAPES)
-async def test_a_logged_result_of_an_unknown_form_stops_the_session_and_repeats_still_get_it(
+async def test_a_session_with_a_logged_result_of_unknown_form_is_refused_but_repeats_get_that_result(
     world: World, fields: Any
 ) -> None:
     await world.ask(Append(id="a", text="one"))
@@ -545,7 +569,7 @@ async def test_a_logged_result_of_an_unknown_form_stops_the_session_and_repeats_
     assert (repeated.repeat_of, repeated.position) == (3, 6)
 
 
-async def test_an_answered_request_with_an_unknown_field_stops_the_session_with_the_reason(
+async def test_a_session_with_an_unknown_field_in_an_answered_request_is_refused_with_the_reason(
     world: World,
 ) -> None:
     await world.ask(Append(id="a", text="one"))

@@ -57,7 +57,7 @@ async def forget(*sessions: Session) -> list[Closed]:
 
 
 @pytest.mark.parametrize("order", ["fork first", "parent first"])
-async def test_no_snapshot_is_left_once_all_sessions_that_share_it_are_forgotten(
+async def test_a_snapshot_shared_by_a_parent_and_its_fork_is_removed_once_both_sessions_are_forgotten(
     local_worker: Start, endless_model: Path, tmp_path: Path, order: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -76,7 +76,7 @@ async def test_no_snapshot_is_left_once_all_sessions_that_share_it_are_forgotten
     assert await all_gone(worker.client, tmp_path)
 
 
-async def test_forgetting_a_parent_keeps_the_snapshots_of_the_tokens_that_its_fork_shares(
+async def test_forgetting_a_parent_session_keeps_the_snapshots_of_the_tokens_that_its_fork_shares(
     local_worker: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -91,7 +91,7 @@ async def test_forgetting_a_parent_keeps_the_snapshots_of_the_tokens_that_its_fo
     assert await cached(fork) == 64
 
 
-async def test_forgetting_a_session_leaves_no_snapshot_though_another_tenants_session_has_the_same_tokens(
+async def test_forgetting_a_session_removes_its_snapshots_and_keeps_another_tenants_of_the_same_tokens(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -129,7 +129,7 @@ async def withdrawn(worker: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) 
 
 
 @pytest.mark.parametrize("opened", ["", "from a checkpoint"])
-async def test_forgetting_a_rewound_session_leaves_no_snapshot_of_it(
+async def test_forgetting_a_rewound_session_removes_the_snapshots_of_its_kept_and_its_cut_off_tokens(
     local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: str
 ) -> None:
     """The tokens that the rewind cut off continue those that the session still has.
@@ -151,7 +151,7 @@ async def test_forgetting_a_rewound_session_leaves_no_snapshot_of_it(
     assert await all_gone(worker.client, tmp_path)
 
 
-async def test_forgetting_a_session_leaves_no_snapshot_of_text_that_the_template_replaced(
+async def test_forgetting_a_session_also_removes_snapshots_of_text_that_the_chat_template_replaced(
     local_worker: Start, model_with_template: Any
 ) -> None:
     last_only = "{{ messages[0]['content'] }}{% for m in messages[1:][-1:] %}{{ m['content'] }}{% endfor %}"
@@ -167,7 +167,7 @@ async def test_forgetting_a_session_leaves_no_snapshot_of_text_that_the_template
     assert not (await settled(worker.client.session("other"))).snapshots.stored
 
 
-async def test_forgetting_a_session_leaves_no_snapshot_of_a_withdrawn_requests_input(
+async def test_forgetting_a_session_also_removes_snapshots_of_the_input_of_a_withdrawn_request(
     local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await started(local_worker, endless_model)
@@ -179,7 +179,7 @@ async def test_forgetting_a_session_leaves_no_snapshot_of_a_withdrawn_requests_i
     assert await all_gone(worker.client, tmp_path)
 
 
-async def test_a_session_is_erased_even_if_its_log_changes_while_the_erase_reads_it(
+async def test_a_session_is_erased_even_if_its_log_changes_while_the_erasure_reads_the_log(
     local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another worker forgets the session; meanwhile the server is restarted, for example."""
@@ -284,7 +284,7 @@ async def test_restoring_a_backup_of_the_cache_brings_back_no_kv_of_forgotten_se
     assert worker.app._store.eraser.put_back == frozenset()
 
 
-async def test_a_restored_cache_backup_that_is_older_than_the_oldest_erasure_notes_is_dropped(
+async def test_a_cache_restored_from_a_backup_older_than_the_oldest_erasure_note_is_emptied(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker(block_tokens=LONG_BLOCK)
@@ -349,7 +349,7 @@ async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_forgot
     assert await num_fetched(worker, KEPT) == 3 * LONG_BLOCK
 
 
-async def test_a_remote_tier_that_once_failed_to_record_its_erasures_is_used_again_later(
+async def test_a_remote_tier_that_failed_to_record_its_erasures_is_used_again_after_a_successful_try(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is fresh, and the log has no note."""

@@ -46,7 +46,9 @@ async def tokens_after(session: Session, **options: Any) -> tuple[int, ...]:
 
 
 @pytest.mark.real
-async def test_a_fork_answers_as_its_parent_would_and_prefills_no_parent_tokens_again(client: Client) -> None:
+async def test_a_fork_gives_the_same_answer_as_its_parent_and_prefills_no_tokens_of_the_parent_again(
+    client: Client,
+) -> None:
     parent = await conversation(client)
     before = (await parent.info()).position
     fork = await parent.fork("fork", tags=["try", "night shift"])
@@ -60,7 +62,7 @@ async def test_a_fork_answers_as_its_parent_would_and_prefills_no_parent_tokens_
     assert await tokens_after(other) == forked.tokens, "the parent's later turn is not in it"
 
 
-async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_fork_rewound_to_that_position(
+async def test_a_fork_at_a_position_inside_a_turn_gives_the_same_answer_as_a_fork_rewound_to_that_position(
     client: Client,
 ) -> None:
     parent = await conversation(client)
@@ -73,7 +75,9 @@ async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_fork_rewound_to
         assert (await fork.info()).position == (await whole.info()).position
 
 
-async def test_a_fork_of_a_running_session_starts_after_the_parents_last_result(client: Client) -> None:
+async def test_a_fork_of_a_session_with_a_running_answer_starts_after_the_parents_last_result(
+    client: Client,
+) -> None:
     parent = await conversation(client)
     before = (await parent.info()).position
     running = parent.generate(messages=said("Tell all."), max_tokens=400)
@@ -100,7 +104,7 @@ async def test_a_fork_with_expect_position_fails_if_the_parent_is_at_another_pos
 
 
 @pytest.mark.parametrize("has_worker", [True, False])
-async def test_a_cancelled_samples_call_stops_its_answers_and_removes_its_forks(
+async def test_cancelling_the_clients_samples_call_stops_its_answers_and_removes_its_forks(
     local_worker: Start, endless_model: Path, *, has_worker: bool
 ) -> None:
     """Also if no worker has opened the forks yet: the next one removes them."""
@@ -156,7 +160,7 @@ async def test_an_impossible_fork_is_refused_with_the_reason_and_creates_no_sess
             build(Open, **bad)
 
 
-async def test_another_tenants_session_cannot_be_forked(local_worker: Start, nats_url: str) -> None:
+async def test_forking_a_session_of_another_tenant_is_refused(local_worker: Start, nats_url: str) -> None:
     worker = await local_worker()
     await conversation(worker.client)
     async with connect(nats_url, prefix=worker.settings.prefix, tenant="other") as other:
@@ -164,7 +168,7 @@ async def test_another_tenants_session_cannot_be_forked(local_worker: Start, nat
             await other.session("parent").fork("fork")
 
 
-async def test_a_fork_whose_copy_of_the_parents_tokens_was_deleted_is_refused_with_the_reason(
+async def test_a_request_to_a_fork_whose_copy_of_the_parents_tokens_was_deleted_is_refused_with_the_reason(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

@@ -44,7 +44,7 @@ async def size_of(worker: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("forget", [False, True])
-async def test_sessions_in_a_full_log_can_be_closed_until_it_takes_requests_again(
+async def test_sessions_in_a_full_log_can_be_closed_which_makes_room_for_requests_again(
     local_worker: Any, forget: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "_PERIOD_S", 0.5)
@@ -61,7 +61,7 @@ async def test_sessions_in_a_full_log_can_be_closed_until_it_takes_requests_agai
             await asyncio.sleep(0.1)
 
 
-async def test_a_request_that_just_fits_gets_its_result_and_later_ones_are_refused(
+async def test_a_request_that_just_fits_into_the_nearly_full_log_gets_its_result_and_later_ones_are_refused(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused are those that the log has once a result has used the reserve, but no closes."""
@@ -89,7 +89,9 @@ async def test_a_request_that_just_fits_gets_its_result_and_later_ones_are_refus
     assert await worker.client.session("next").append(text="Why?", timeout_s=10)
 
 
-async def test_entries_that_several_workers_store_at_once_in_a_full_log_all_fit(local_worker: Any) -> None:
+async def test_entries_that_several_workers_store_at_once_in_a_full_log_are_all_stored(
+    local_worker: Any,
+) -> None:
     """Each raises the size for its own entry, and sets back the raises of the others."""
     worker = await local_worker(log_max_bytes=LIMIT, max_message_bytes=2**16)
     await fill(worker)
@@ -109,7 +111,7 @@ async def test_entries_that_several_workers_store_at_once_in_a_full_log_all_fit(
     assert open_bytes(LIMIT) < num_bytes <= LIMIT
 
 
-async def test_running_workers_follow_the_limit_of_a_worker_that_starts_later(
+async def test_running_workers_adopt_the_log_size_limit_of_a_worker_that_starts_later(
     local_worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "_PERIOD_S", 0.2)
@@ -122,7 +124,7 @@ async def test_running_workers_follow_the_limit_of_a_worker_that_starts_later(
     assert second.app._parts.retention.max_bytes == 2 * LIMIT
 
 
-async def test_the_last_part_of_the_reserve_takes_only_small_entries_and_none_beyond_the_limit(
+async def test_the_last_part_of_the_logs_reserve_accepts_only_small_entries_and_none_beyond_the_limit(
     local_worker: Any,
 ) -> None:
     worker = await local_worker(log_max_bytes=LIMIT, max_message_bytes=2**16)

@@ -72,7 +72,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 @pytest.mark.metal
 @pytest.mark.parametrize("num", [1, 2, 3])
-async def test_an_error_that_a_gpu_reports_several_times_fails_no_request(
+async def test_a_gpu_error_that_is_reported_up_to_three_times_fails_no_request(
     local_worker: Any, gpu: Gpu, num: int
 ) -> None:
     """Command buffers that were in flight report the error again, after the first report."""
@@ -86,7 +86,7 @@ async def test_an_error_that_a_gpu_reports_several_times_fails_no_request(
 
 @pytest.mark.metal
 @pytest.mark.parametrize("is_whole", [True, False], ids=["every evaluation", "every step of a request"])
-async def test_a_worker_whose_gpu_fails_every_time_ends_and_the_next_one_answers(
+async def test_a_worker_whose_gpu_fails_every_time_exits_and_a_restarted_worker_answers_the_request(
     local_worker: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool
 ) -> None:
     """If a request of one token still runs, the GPU may have only failed because of the prompt."""
@@ -107,7 +107,9 @@ async def test_a_worker_whose_gpu_fails_every_time_ends_and_the_next_one_answers
 
 
 @pytest.mark.metal
-async def test_a_worker_whose_gpu_fails_at_its_start_says_so_in_one_line(local_worker: Any, gpu: Gpu) -> None:
+async def test_a_worker_whose_gpu_fails_at_the_start_exits_with_a_one_line_error(
+    local_worker: Any, gpu: Gpu
+) -> None:
     gpu.error = lambda frame: IGNORED if num_prompt_tokens(frame) else None
     with pytest.raises(machine.DeviceError, match=r"^the GPU has failed: .*; start the worker again$"):
         await local_worker()
@@ -115,7 +117,7 @@ async def test_a_worker_whose_gpu_fails_at_its_start_says_so_in_one_line(local_w
 
 @pytest.mark.metal
 @pytest.mark.parametrize("error", [TOO_LONG, NO_MEMORY], ids=["time", "memory"])
-async def test_prompts_run_in_smaller_pieces_after_a_gpu_error_for_a_piece_that_took_too_long(
+async def test_after_a_gpu_timeout_or_memory_error_in_a_prefill_piece_prompts_run_in_smaller_pieces(
     local_worker: Any, gpu: Gpu, error: str
 ) -> None:
     """Pieces of 256, 128, 64 and 32 tokens fail; none of these failures counts against the request."""

@@ -25,7 +25,7 @@ def said(history: History) -> list[tuple[str, object]]:
 
 
 @pytest.mark.simulated
-async def test_a_history_has_the_messages_and_answers_of_a_session_with_their_positions(
+async def test_the_clients_history_call_returns_messages_and_answers_of_a_session_with_their_positions(
     client: Client,
 ) -> None:
     """Failed requests and repeats are left out."""
@@ -55,7 +55,7 @@ async def test_a_history_has_the_messages_and_answers_of_a_session_with_their_po
 
 
 @pytest.mark.simulated
-async def test_a_history_has_no_message_of_a_request_that_was_cancelled_before_its_first_token(
+async def test_the_history_of_a_session_leaves_out_a_request_that_was_cancelled_before_its_first_token(
     client: Client,
 ) -> None:
     session = client.session("s")
@@ -72,7 +72,7 @@ async def test_a_history_has_no_message_of_a_request_that_was_cancelled_before_i
 
 
 @pytest.mark.simulated
-async def test_a_history_ends_at_the_position_that_the_session_was_rewound_to(client: Client) -> None:
+async def test_the_history_of_a_rewound_session_ends_at_the_position_of_the_rewind(client: Client) -> None:
     session = client.session("s")
     first = await session.generate(messages=user("a?"), max_tokens=3)
     second = await session.generate(messages=user("b?"), max_tokens=3)
@@ -92,7 +92,7 @@ async def test_a_history_ends_at_the_position_that_the_session_was_rewound_to(cl
 
 
 @pytest.mark.simulated
-async def test_the_history_of_a_fork_begins_with_its_parents_turns(client: Client) -> None:
+async def test_the_history_of_a_forked_session_begins_with_the_turns_of_its_parent(client: Client) -> None:
     """They are those at the time of the fork. After a forget of the parent, the history is not whole."""
     parent = client.session("parent")
     first = await parent.generate(messages=user("a?"), max_tokens=3)
@@ -120,7 +120,9 @@ async def test_the_history_of_a_fork_begins_with_its_parents_turns(client: Clien
 
 
 @pytest.mark.simulated
-async def test_a_history_keeps_the_turns_whose_tokens_a_later_turn_has_replaced(client: Client) -> None:
+async def test_the_history_of_a_session_keeps_turns_whose_tokens_a_later_turn_has_rewritten(
+    client: Client,
+) -> None:
     """Here the tools at the beginning were removed, so the session is shorter than its first turn was."""
     session = client.session("s")
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
@@ -137,7 +139,7 @@ async def test_a_history_keeps_the_turns_whose_tokens_a_later_turn_has_replaced(
 
 
 @pytest.mark.simulated
-async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(client: Client) -> None:
+async def test_the_client_lists_a_tenants_sessions_most_recently_used_first(client: Client) -> None:
     for name in ("one", "two", "three"):
         await client.session(name).append(text="ab")
     await client.stored._api.api(f"{client.subjects.prefix}.default.b!d.in", b"{}")  # a name that is none
@@ -156,7 +158,7 @@ MAX_TOKENS = 32
 
 
 @pytest.mark.simulated
-async def test_the_log_of_100_turns_has_a_request_and_a_result_each_and_at_most_191_kilobytes(
+async def test_the_log_of_100_turns_has_one_request_and_one_result_per_turn_and_at_most_191_kilobytes(
     wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "CONTEXT", 100_000)

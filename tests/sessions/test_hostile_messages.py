@@ -53,7 +53,7 @@ async def taken_up_again(wire: Start, w: Wire) -> Wire:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("restart", [False, True])
-async def test_a_result_forged_before_its_request_does_not_replace_the_answer(
+async def test_a_forged_result_published_before_its_request_does_not_replace_the_answer(
     wire: Start, restart: bool
 ) -> None:
     w = await wire()
@@ -99,7 +99,9 @@ async def genuine(w: Wire, seq: int) -> dict[str, Any]:
 
 
 @pytest.mark.simulated
-async def test_a_forged_result_for_a_request_that_waits_behind_another_is_ignored(wire: Start) -> None:
+async def test_a_forged_result_for_a_request_that_waits_behind_another_request_is_ignored(
+    wire: Start,
+) -> None:
     """Even if it has a digest: a worker's results have their requests, too."""
     w = await wire()
     await w.send("s", append("a"))
@@ -117,7 +119,7 @@ async def test_a_forged_result_for_a_request_that_waits_behind_another_is_ignore
 
 
 @pytest.mark.simulated
-async def test_a_flood_of_forged_results_is_counted_and_stops_no_answer(wire: Start) -> None:
+async def test_a_flood_of_forged_results_is_counted_as_ignored_and_stops_no_answer(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a"))
     running = await w.publish("s", generate("long", **LONG))
@@ -130,7 +132,7 @@ async def test_a_flood_of_forged_results_is_counted_and_stops_no_answer(wire: St
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("named", [True, False])
-async def test_tokens_forged_before_their_request_do_not_become_part_of_its_answer(
+async def test_forged_tokens_published_before_their_request_do_not_become_part_of_its_answer(
     wire: Start, named: bool
 ) -> None:
     """Even if they name the request's sequence, which can be guessed."""
@@ -236,7 +238,9 @@ async def stored(w: Wire, raw: Socket, subject: bytes, body: bytes, header: byte
     return int(ack["seq"])
 
 
-async def test_a_request_with_an_unreadable_header_block_is_answered(wire: Start, raw: Socket) -> None:
+async def test_a_request_message_with_an_unreadable_nats_header_block_is_answered(
+    wire: Start, raw: Socket
+) -> None:
     """Workers ignore headers. The log stores them, so reading the log after a restart must work too."""
     w = await wire()
     for number, header in enumerate(HEADERS):
@@ -250,7 +254,7 @@ async def test_a_request_with_an_unreadable_header_block_is_answered(wire: Start
     assert (await w.send("s", append("a0")))["type"] == "appended", "the first result is found in the log"
 
 
-async def test_a_request_with_an_unusable_reply_subject_does_not_disturb_the_worker(
+async def test_a_worker_still_answers_after_requests_with_unusable_reply_subjects(
     wire: Start, raw: Socket
 ) -> None:
     w = await wire()
@@ -261,7 +265,7 @@ async def test_a_request_with_an_unusable_reply_subject_does_not_disturb_the_wor
     await w.until("s", "idle")
 
 
-async def test_requests_under_malformed_names_are_terminated_and_counted_and_one_line_is_logged(
+async def test_requests_under_malformed_session_names_are_terminated_and_counted_with_one_log_line(
     local_worker: Callable[..., Awaitable[Any]], raw: Socket
 ) -> None:
     """They cannot be answered, and are not redelivered, even after a restart."""
@@ -286,7 +290,7 @@ async def test_requests_under_malformed_names_are_terminated_and_counted_and_one
     assert not worker.task.done()
 
 
-async def test_a_malformed_session_name_on_any_other_subject_does_not_disturb_the_worker(
+async def test_a_worker_still_answers_after_messages_with_malformed_session_names_on_any_subject(
     wire: Start, raw: Socket
 ) -> None:
     w = await wire()
@@ -327,7 +331,7 @@ async def test_a_nats_connection_whose_read_loop_raises_an_exception_reconnects_
         await nc.close()
 
 
-async def test_the_protocol_parser_accepts_the_servers_bytes_in_pieces_of_any_size() -> None:
+async def test_the_nats_protocol_parser_accepts_the_servers_bytes_in_pieces_of_any_size() -> None:
     """One byte at a time, or everything at once. A subject may contain any byte except a space."""
     heard: list[Any] = []
 
@@ -362,7 +366,7 @@ async def test_the_protocol_parser_accepts_the_servers_bytes_in_pieces_of_any_si
         heard.clear()
 
 
-async def test_a_pull_that_the_server_reports_as_completed_is_not_logged_as_a_failure(wire: Start) -> None:
+async def test_a_nats_pull_request_reported_as_completed_is_not_logged_as_a_failure(wire: Start) -> None:
     """The server reports completion like an error; after an error the worker would pause."""
     with structlog.testing.capture_logs() as lines:
         w = await wire()

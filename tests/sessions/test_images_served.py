@@ -69,7 +69,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-async def test_the_same_question_about_the_same_image_gets_the_same_answer_whatever_images_came_between(
+async def test_the_same_question_about_an_image_gets_the_same_answer_after_questions_about_other_images(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     """The same text with pictures A, B, A, one after the other; those of the same session's history too."""
@@ -83,7 +83,7 @@ async def test_the_same_question_about_the_same_image_gets_the_same_answer_whate
     assert len({one.change.images[0].fingerprint for one in (*first, *second)}) == 2
 
 
-async def test_a_fork_keeps_the_images_of_its_parent_after_the_parent_is_forgotten(
+async def test_a_forked_session_keeps_the_images_of_its_parent_after_the_parent_is_forgotten(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     worker = await local_worker(model=str(seeing), snapshots="off")
@@ -101,7 +101,7 @@ async def test_a_fork_keeps_the_images_of_its_parent_after_the_parent_is_forgott
     assert await fork.image(digest(RED)) == RED
 
 
-async def test_a_forgotten_image_leaves_the_log_and_can_be_sent_again(
+async def test_an_image_of_a_forgotten_session_is_removed_from_the_log_and_can_be_sent_again(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client
@@ -122,7 +122,7 @@ async def test_a_forgotten_image_leaves_the_log_and_can_be_sent_again(
     assert await session.image(digest(RED)) == RED
 
 
-async def test_a_session_with_images_is_exported_imported_and_verified(
+async def test_a_session_with_images_can_be_exported_imported_and_verified(
     local_worker: StartWorker, seeing: Path, tmp_path: Path
 ) -> None:
     client = (await local_worker(model=str(seeing), snapshots="off")).client
@@ -145,7 +145,7 @@ async def test_a_session_with_images_is_exported_imported_and_verified(
     assert (damaged.session, [one.what for one in damaged.faults]) == ("s", [why])
 
 
-async def test_an_image_token_that_the_model_samples_does_not_count_as_an_image(
+async def test_an_image_token_that_the_model_samples_is_not_treated_as_an_image(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client
@@ -156,7 +156,7 @@ async def test_an_image_token_that_the_model_samples_does_not_count_as_an_image(
     assert [one.digest for one in (await ask(session, "so ", BLUE)).change.images] == [digest(BLUE)]
 
 
-async def test_a_session_may_be_rewound_to_a_position_inside_an_image(
+async def test_a_session_rewound_to_a_position_inside_an_image_continues_from_that_position(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     worker = await local_worker(model=str(seeing), snapshots="off")
@@ -173,7 +173,7 @@ async def test_a_session_may_be_rewound_to_a_position_inside_an_image(
     assert (found.tokens, found.position) == (wanted.tokens, wanted.position)
 
 
-async def test_a_session_is_not_cut_inside_an_image_that_the_model_sees_only_as_a_whole(
+async def test_a_rewind_or_fork_inside_an_image_is_refused_if_the_model_encodes_images_only_as_a_whole(
     local_worker: StartWorker, joint: Path
 ) -> None:
     client = (await local_worker(model=str(joint))).client
@@ -190,7 +190,7 @@ async def test_a_session_is_not_cut_inside_an_image_that_the_model_sees_only_as_
         assert (await ask(session, "so ", BLUE)).tokens == (await ask(other, "so ", BLUE)).tokens
 
 
-async def test_a_missing_or_broken_image_fails_only_its_own_request(
+async def test_a_request_with_a_missing_or_broken_image_fails_and_other_requests_are_answered(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client
@@ -204,7 +204,7 @@ async def test_a_missing_or_broken_image_fails_only_its_own_request(
     assert (await ask(session, "what is ", RED)).tokens
 
 
-async def test_a_worker_stores_an_image_sent_inside_a_request_and_the_log_names_it_by_its_digest(
+async def test_an_image_sent_inside_a_request_is_stored_separately_and_replaced_by_its_digest_in_the_log(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client

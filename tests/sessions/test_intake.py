@@ -63,7 +63,9 @@ def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, nc: Any = No
     )
 
 
-async def test_a_tenant_gets_sessions_up_to_its_limit_and_in_a_full_worker_up_to_its_share() -> None:
+async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_when_full_up_to_the_tenants_share() -> (
+    None
+):
     intake, accepted = intake_for(4, 3), []
     tenants = ["loud"] * 4 + ["mid", "loud", "quiet", "quiet", "mid", "new", "new"]
     for seq, tenant in enumerate(tenants):
@@ -76,14 +78,16 @@ async def test_a_tenant_gets_sessions_up_to_its_limit_and_in_a_full_worker_up_to
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
 
 
-async def test_requests_returned_for_several_tenants_together_come_back_no_faster_than_those_of_one() -> None:
+async def test_the_delay_of_requests_returned_to_nats_grows_with_the_requests_of_all_tenants_together() -> (
+    None
+):
     intake = intake_for(9)
     for seq in range(2_000):
         await intake.deliver(last := Delivered(f"s{seq}", seq, tenant=f"t{seq % 2}"), lambda _: None)
     assert 9 < last.delay_s < 12
 
 
-async def test_the_first_returned_request_of_each_session_is_known_unless_another_worker_had_it() -> None:
+async def test_a_worker_knows_per_session_the_first_returned_request_that_no_other_worker_received() -> None:
     intake, (b, c) = intake_for(9), (SessionKey("t", session) for session in "bc")
     for session, seq, num in (("a", 1, 1), ("b", 5, 1), ("b", 4, 1), ("c", 6, 2), ("c", 7, 1), ("b", 5, 2)):
         await intake.deliver(Delivered(session, seq, num), lambda _: None)
@@ -92,7 +96,7 @@ async def test_the_first_returned_request_of_each_session_is_known_unless_anothe
     assert intake.first_returned() == {b: 5, c: 7}
 
 
-async def test_a_returned_request_is_forgotten_only_if_it_is_late_for_long(
+async def test_a_request_returned_to_nats_is_dropped_from_the_count_only_after_a_long_missing_redelivery(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.0)
@@ -107,7 +111,7 @@ async def test_a_returned_request_is_forgotten_only_if_it_is_late_for_long(
     assert intake.num_returned == 0
 
 
-async def test_only_the_last_delivery_of_a_sessions_newest_request_stays_unacknowledged() -> None:
+async def test_only_the_last_delivery_of_the_newest_request_of_a_session_stays_unacknowledged() -> None:
     intake = intake_for(1)
     deliveries = [Delivered("a", seq, num) for seq, num in ((5, 1), (9, 1), (9, 2), (7, 1))]
     for one in deliveries:
@@ -117,7 +121,9 @@ async def test_only_the_last_delivery_of_a_sessions_newest_request_stays_unackno
     assert [one.is_acked for one in deliveries] == [True, False, True, True]
 
 
-async def test_sessions_whose_requests_a_restarted_server_has_lost_no_longer_count_as_active() -> None:
+async def test_sessions_whose_requests_a_restarted_nats_server_has_lost_are_no_longer_counted_as_active() -> (
+    None
+):
     stored = {5: STORED, 6: STORED + timedelta(seconds=1)}
 
     async def entry(seq: int) -> Any:
@@ -132,7 +138,7 @@ async def test_sessions_whose_requests_a_restarted_server_has_lost_no_longer_cou
 
 
 @pytest.mark.parametrize("told", ["ack", "keep alive", "return"])
-async def test_a_worker_tells_a_restarted_server_nothing_of_deliveries_whose_sequences_may_be_reused(
+async def test_a_worker_sends_a_restarted_nats_server_no_ack_for_deliveries_whose_sequences_may_be_reused(
     told: str,
 ) -> None:
     """The last three deliveries are lost: there another session's request may have been delivered."""
@@ -161,7 +167,7 @@ async def test_a_worker_tells_a_restarted_server_nothing_of_deliveries_whose_seq
     assert SessionKey("t", "s8") not in intake.at_work
 
 
-async def test_a_request_with_an_invalid_name_is_refused_once_even_if_it_is_delivered_twice() -> None:
+async def test_a_request_under_an_invalid_session_name_that_is_delivered_twice_gets_one_refusal() -> None:
     refused: list[int] = []
 
     async def refuse(_subject: str, seq: int, _why: str) -> None:
@@ -175,7 +181,9 @@ async def test_a_request_with_an_invalid_name_is_refused_once_even_if_it_is_deli
     assert all(one.is_terminated for one in deliveries)
 
 
-async def test_a_returned_request_counts_as_redelivered_only_if_it_was_redelivered_before() -> None:
+async def test_a_request_returned_to_nats_counts_as_redelivered_only_if_redelivered_before_its_return() -> (
+    None
+):
     rung: list[Any] = []
     intake = intake_for(1)
     for delivered in (Delivered("a", 9), Delivered("b", 5, 2), Delivered("c", 10)):
@@ -213,7 +221,7 @@ class EmptyServer:
 
 
 @pytest.mark.parametrize("pulls", [True, False])
-async def test_a_returned_request_counts_as_returned_until_the_server_no_longer_delivers_it(
+async def test_a_request_returned_to_nats_is_counted_as_returned_until_nats_no_longer_delivers_it(
     monkeypatch: pytest.MonkeyPatch, pulls: bool
 ) -> None:
     """It has left the log, as by a close. A worker that stops pulls nothing: it may still be delivered."""
@@ -323,7 +331,7 @@ def delivery() -> Any:
 
 
 @pytest.mark.parametrize("drains", ["", "a", "ab", "abc"])
-async def test_exactly_one_worker_takes_a_delivery_whatever_owners_the_workers_remember_and_whichever_drain(
+async def test_exactly_one_worker_takes_a_delivery_whatever_owners_of_its_session_the_workers_remember(
     drains: str,
 ) -> None:
     """One that takes sessions, and after three requests to others at most."""
@@ -337,7 +345,7 @@ async def test_exactly_one_worker_takes_a_delivery_whatever_owners_the_workers_r
 
 
 @pytest.mark.parametrize("home", ["", "a"])
-async def test_a_session_stays_with_a_draining_worker_until_that_worker_has_finished_its_work_on_it(
+async def test_a_session_stays_at_a_draining_worker_until_that_worker_has_finished_its_requests(
     home: str,
 ) -> None:
     cluster = Cluster(drains="a", home=home)
@@ -350,8 +358,12 @@ async def test_a_session_stays_with_a_draining_worker_until_that_worker_has_fini
     assert cluster.took[0] in "bc"
 
 
-@pytest.mark.parametrize(("home", "takers"), [("", {"b"}), ("a", {"a"})])
-async def test_only_a_new_session_goes_to_a_worker_with_far_less_work(home: str, takers: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("home", "takers"), [("", {"b"}), ("a", {"a"})], ids=["new session", "existing session"]
+)
+async def test_a_new_session_but_no_existing_one_is_moved_to_a_worker_with_far_fewer_active_sessions(
+    home: str, takers: set[str]
+) -> None:
     """And its later requests too, although none of its results names the worker yet."""
     loads = {"a": 20, "b": 1, "c": 18}
     for at in NAMES:
@@ -370,14 +382,14 @@ async def test_only_a_new_session_goes_to_a_worker_with_far_less_work(home: str,
 @pytest.mark.parametrize(
     ("mine", "least", "leaves"), [(9, 1, True), (8, 1, False), (24, 16, True), (30, 22, False)]
 )
-def test_a_new_session_leaves_a_worker_with_eight_sessions_more_that_are_half_as_many_again(
+def test_a_new_session_goes_to_the_least_busy_worker_if_the_first_has_8_and_50_percent_more_sessions(
     mine: int, least: int, leaves: bool
 ) -> None:
     cluster = Cluster(loads={"a": mine, "b": least, "c": mine})
     assert cluster.workers["a"]._relief(KEY, "") == ("bootb" if leaves else "")
 
 
-async def test_a_delivery_that_is_repeated_on_its_way_is_offered_once_more() -> None:
+async def test_a_delivery_repeated_while_it_is_offered_to_the_sessions_worker_is_offered_again() -> None:
     """Of several deliveries of one request only the last can be acknowledged."""
     routing, offered = Cluster().workers["a"], list[Any]()
     first, again = Delivered("s", 7), Delivered("s", 7, 2)
@@ -393,14 +405,16 @@ async def test_a_delivery_that_is_repeated_on_its_way_is_offered_once_more() -> 
     assert (offered, routing._routed) == ([first, again], {})
 
 
-def test_of_requests_on_their_way_the_first_of_each_session_is_known_unless_another_worker_had_it() -> None:
+def test_a_worker_knows_per_session_the_first_request_being_routed_that_no_other_worker_received() -> None:
     routing, other = Cluster().workers["a"], SessionKey("other", "s")
     routing._routed[KEY] = {seq: (Delivered("s", seq), "s") for seq in (9, 8)}
     routing._routed[other] = {3: (Delivered("s", 3, 2), "s"), 4: (Delivered("s", 4), "s")}
     assert routing.first_routed() == {KEY: 8}
 
 
-async def test_a_worker_without_room_leaves_a_new_session_to_the_worker_that_got_its_request() -> None:
+async def test_a_new_session_whose_chosen_worker_is_full_is_served_by_the_worker_that_got_its_request() -> (
+    None
+):
     cluster = Cluster()
     owner = (await cluster.workers["a"]._owners.owner(KEY)).member.worker
     cluster.full.add(owner)
@@ -415,7 +429,7 @@ async def test_a_worker_without_room_leaves_a_new_session_to_the_worker_that_got
 
 @pytest.mark.parametrize("drains", ["", "a", "b"])
 @pytest.mark.parametrize("home", ["", "a", "gone"])
-async def test_exactly_one_worker_takes_over_a_session_that_no_other_is_at_work_on(
+async def test_exactly_one_worker_takes_over_a_session_with_unanswered_requests_that_no_worker_is_serving(
     home: str, drains: str
 ) -> None:
     cluster = Cluster(home=home, drains=drains)
@@ -438,7 +452,7 @@ async def test_exactly_one_worker_takes_over_a_session_that_no_other_is_at_work_
 
 
 @pytest.mark.parametrize(("has_stopped", "first_seq"), [(True, 1), (False, 0)])
-async def test_a_request_left_by_a_worker_that_stopped_in_order_does_not_count_as_its_crash(
+async def test_a_request_left_by_a_worker_that_stopped_normally_is_not_counted_as_a_crash(
     has_stopped: bool, first_seq: int
 ) -> None:
     cluster, taken = Cluster(home="a"), list[int]()
@@ -447,7 +461,7 @@ async def test_a_request_left_by_a_worker_that_stopped_in_order_does_not_count_a
     assert taken == [first_seq]
 
 
-def test_of_many_sessions_the_worker_remembers_where_those_are_that_it_looked_up_last(
+def test_a_worker_remembers_the_owners_of_the_sessions_that_it_looked_up_most_recently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After it was paused, it remembers none."""
@@ -466,7 +480,7 @@ def test_of_many_sessions_the_worker_remembers_where_those_are_that_it_looked_up
     assert not owners.is_here(keys[2])
 
 
-async def test_of_questions_that_no_worker_begins_each_is_answered_once_and_only_so_many_are_kept(
+async def test_control_requests_that_no_worker_begins_are_kept_in_bounded_number_and_each_answered_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in (("_MAX_KEPT", 2), ("_UNBEGUN_S", 0.0), ("_PERIOD_S", 0.01)):

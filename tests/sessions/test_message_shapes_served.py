@@ -33,7 +33,7 @@ def told(how: str) -> str:
     return f"1 message is told to the model in another form: {how}"
 
 
-async def test_warnings_of_a_result_name_the_messages_that_were_adapted_for_the_template(
+async def test_the_warnings_of_a_result_name_the_messages_that_were_adapted_for_the_chat_template(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     model = str(model_with_template("picky", PICKY))
@@ -73,13 +73,15 @@ async def test_warnings_of_a_result_name_the_messages_that_were_adapted_for_the_
     assert as_text(seen) == "Look: [image 4c4b6a3be131]"
 
 
-async def test_a_result_with_30_placeholders_names_20_of_them_and_counts_the_others(wire: Start) -> None:
+async def test_a_result_with_30_placeholder_warnings_lists_20_of_them_and_counts_the_others(
+    wire: Start,
+) -> None:
     w = await wire()
     result = await w.send("s", generate("a", messages=[{"role": "user", "content": [IMAGE] * 30}]))
     assert (len(result["warnings"]), result["warnings"][-1]) == (21, "and 10 more")
 
 
-async def test_the_template_gets_messages_and_calls_with_their_keys_in_the_order_sent(
+async def test_the_chat_template_gets_messages_and_tool_calls_with_their_json_keys_in_the_order_sent(
     wire: Start, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = (
@@ -107,7 +109,7 @@ def said(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-async def test_a_message_on_which_the_template_never_ends_is_refused_and_the_session_continues(
+async def test_a_message_on_which_the_chat_template_never_ends_is_refused_and_the_session_continues(
     wire: Start, model_with_template: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never ends for some message, or for an answer's header. Other sessions are answered meanwhile."""
@@ -139,7 +141,7 @@ def said_of_injected(content: str = INJECTION) -> list[dict[str, str]]:
 
 
 @pytest.mark.simulated
-async def test_special_tokens_spelled_out_in_a_message_are_text_unless_special_tokens_is_true(
+async def test_special_token_text_in_a_message_is_ordinary_text_unless_the_option_special_tokens_is_true(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -155,7 +157,7 @@ async def test_special_tokens_spelled_out_in_a_message_are_text_unless_special_t
 
 
 @pytest.mark.simulated
-async def test_special_tokens_spelled_out_in_raw_text_count_unless_special_tokens_is_false(
+async def test_special_token_text_in_raw_text_becomes_special_tokens_unless_special_tokens_is_false(
     wire: Start,
 ) -> None:
     w = await wire()

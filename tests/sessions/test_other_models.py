@@ -65,7 +65,7 @@ def text_of(world: World) -> str:
 
 
 @given(operations=OPERATIONS)
-def test_reading_the_log_gives_the_state_of_a_session_that_several_models_served(
+def test_a_session_served_by_several_models_has_the_same_state_read_from_its_log_as_in_memory(
     tokenizer: Tokenizer, corrected: Tokenizer, foreign: Tokenizer, operations: list[tuple[str, Any]]
 ) -> None:
     """Templates, weights and tokenizers change between random requests, with checkpoints and without."""
@@ -125,7 +125,7 @@ async def test_a_session_is_tokenised_again_when_the_model_has_a_different_token
     await world.assert_fold_is_life()
 
 
-async def test_under_another_tokenizer_special_tokens_spelled_out_count_in_trusted_messages_alone(
+async def test_retokenising_a_session_turns_special_token_text_into_special_tokens_only_in_trusted_messages(
     tokenizer: Tokenizer, foreign: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also under a third one, and each time in a session that is read from a checkpoint."""
@@ -159,7 +159,7 @@ async def test_a_session_of_raw_text_is_tokenised_again_when_the_model_has_a_dif
 
 
 @pytest.mark.parametrize("known_as_tokens", [Append(id="t", tokens=(40, 41)), Rewind(id="r", position=24)])
-async def test_a_session_with_parts_known_only_as_token_ids_is_refused_under_another_tokenizer(
+async def test_a_session_with_parts_known_only_as_token_ids_is_refused_by_a_model_with_another_tokenizer(
     world: World, foreign: Tokenizer, known_as_tokens: Any
 ) -> None:
     await world.ask(asks(0))
@@ -175,7 +175,7 @@ async def test_a_session_with_parts_known_only_as_token_ids_is_refused_under_ano
     assert (await world.ask(asks(2))).text
 
 
-async def test_under_the_setting_other_model_refuse_sessions_answered_by_other_weights_are_refused(
+async def test_with_the_setting_other_model_refuse_sessions_answered_by_other_weights_are_refused(
     world: World, tokenizer: Tokenizer
 ) -> None:
     await world.ask(asks(0))
@@ -207,7 +207,7 @@ def published(world: World, text: str, model: Model) -> None:
     [asks(1), Generate(id="q1", max_tokens=9), Generate(id="q1", text="Then ", max_tokens=9)],
     ids=["messages", "nothing", "text"],
 )
-async def test_an_answer_begun_with_another_tokenizer_ends_with_its_streamed_text_and_is_retokenised(
+async def test_an_answer_begun_with_another_tokenizer_ends_with_its_streamed_text_retokenised(
     world: World, tokenizer: Tokenizer, foreign: Tokenizer, request_: Generate
 ) -> None:
     await world.ask(asks(0))
@@ -261,7 +261,7 @@ async def tokens_of(client: Client, name: str) -> tuple[int, ...]:
     return tokens
 
 
-async def test_forks_and_endless_sessions_continue_with_another_tokenizer_as_if_it_had_tokenised_them(
+async def test_forks_and_windowed_sessions_continue_after_a_change_to_a_model_with_another_tokenizer(
     local_worker: Callable[..., Any], endless_model: Path, retokenised: Path
 ) -> None:
     """A fork may be made before the change, after it, or after its parent went on with the other model."""

@@ -58,7 +58,7 @@ async def test_a_request_that_crashes_three_workers_fails_and_becomes_a_dead_let
 
 # The coroutines of killed workers are collected at the end, and their last lines run.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_crashing_attempts_by_two_workers_at_the_same_request_add_up(wire: Start) -> None:
+async def test_crashes_of_two_workers_at_the_same_request_are_counted_together(wire: Start) -> None:
     started = [await wire(ack_wait_s=1.0, worker=name) for name in ("one", "two")]
     w = started[0]
     poison = await w.publish("s", {"type": "append", "id": "poison", "tokens": [POISON]})
@@ -150,7 +150,7 @@ async def test_forgetting_a_fork_succeeds_even_if_its_parents_log_cannot_be_read
     assert (closed["type"], closed.get("settled", True)) == ("closed", True)
 
 
-async def test_four_orderly_stops_during_an_append_do_not_count_as_failed_attempts(
+async def test_four_normal_worker_stops_during_an_append_are_not_counted_as_failed_attempts(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each stop the device is running the same input, without progress."""
@@ -169,7 +169,7 @@ async def test_four_orderly_stops_during_an_append_do_not_count_as_failed_attemp
 
 
 @pytest.mark.parametrize(("stored_s", "attempts"), [(1, 1), (2, 2)])
-async def test_an_attempt_is_not_taken_for_one_at_a_request_that_a_restored_log_had_at_the_same_place(
+async def test_a_noted_failed_attempt_of_an_earlier_request_at_the_same_log_sequence_is_not_counted(
     stored_s: int, attempts: int
 ) -> None:
     """Workers attempt a request once more than allowed if one of them does not count an earlier crash."""
@@ -188,7 +188,7 @@ async def test_an_attempt_is_not_taken_for_one_at_a_request_that_a_restored_log_
 
 
 @pytest.mark.parametrize(("last", "left"), [(AttemptNote(), 0), (AttemptNote(7, 3), 2)])
-async def test_an_attempt_that_the_workers_stop_ended_is_subtracted_from_the_earlier_ones(
+async def test_an_attempt_that_a_worker_stop_ended_is_subtracted_from_the_requests_noted_failed_attempts(
     last: AttemptNote, left: int
 ) -> None:
     """No note means that this attempt is the first; the tokens that it published are noted."""
@@ -230,7 +230,7 @@ async def test_an_attempt_by_another_worker_counts_as_a_crash_only_if_that_worke
 
 
 @pytest.mark.parametrize(("text", "expected"), [("hello", "appended"), ("other", "id_conflict")])
-async def test_a_request_with_an_already_used_id_is_answered_even_if_workers_crashed_while_they_had_it(
+async def test_a_request_with_an_already_used_id_gets_its_reply_even_if_a_worker_crashes_meanwhile(
     wire: Start, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
 ) -> None:
     """Such a request runs nothing, so it cannot have ended them."""
@@ -251,7 +251,7 @@ async def test_a_request_with_an_already_used_id_is_answered_even_if_workers_cra
     assert expected in (result["type"], result.get("code"))
 
 
-async def test_another_worker_answers_at_once_what_a_stopping_worker_has_left_unanswered(
+async def test_requests_that_a_stopping_worker_leaves_unanswered_are_answered_at_once_by_another_worker(
     quiet_wire: Start, server: Server
 ) -> None:
     """It stops between two steps of pulling, passing on and answering the requests, and keeps no delivery."""

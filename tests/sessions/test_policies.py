@@ -23,7 +23,9 @@ def append(number: int, num_tokens: int = 1) -> Append:
     return Append(id=f"a{number}", tokens=(5,) * num_tokens)
 
 
-async def test_results_have_the_cache_policy_and_the_first_visible_position(world: World) -> None:
+async def test_results_contain_the_cache_policy_and_the_first_visible_position_of_their_session(
+    world: World,
+) -> None:
     """From `visible_from` on the model sees all tokens; of the earlier tokens it sees only the sinks."""
     first = await world.ask(Open(id="o", cache=SINK_WINDOW))
     assert (first.cache, first.visible_from, first.position) == (SAID, 0, 0)
@@ -38,7 +40,7 @@ async def test_results_have_the_cache_policy_and_the_first_visible_position(worl
     await world.assert_fold_is_life()
 
 
-async def test_clients_can_choose_only_a_bounded_number_of_different_policies(world: World) -> None:
+async def test_clients_can_choose_only_a_bounded_number_of_different_cache_policies(world: World) -> None:
     """A worker keeps state for each policy. Policies that were chosen before can still be chosen."""
 
     async def reopened(number: int, cache: CachePolicy) -> Any:
@@ -70,7 +72,9 @@ def test_many_cache_policies_of_one_tenant_leave_room_for_policies_of_another_te
     limits.note(Policy(5, 40), "loud")
 
 
-async def test_an_open_without_sink_and_window_gets_the_default_sizes(world: World) -> None:
+async def test_an_open_request_with_sink_window_but_without_sizes_gets_the_default_sizes(
+    world: World,
+) -> None:
     result = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window")))
     assert result.cache == SessionCache(policy="sink_window", sink=4, window=1024)
 
@@ -88,7 +92,7 @@ async def test_an_open_without_sink_and_window_gets_the_default_sizes(world: Wor
         ),
     ],
 )
-async def test_a_window_that_does_not_fit_the_worker_is_refused_and_no_session_begins(
+async def test_an_open_with_a_window_that_does_not_fit_the_worker_is_refused_and_creates_no_session(
     world: World, cache: dict[str, int], refusal: str
 ) -> None:
     refused = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window", **cache)))
@@ -97,30 +101,32 @@ async def test_a_window_that_does_not_fit_the_worker_is_refused_and_no_session_b
     assert (await world.ask(append(0))).cache is None
 
 
-def test_a_paged_default_policy_without_snapshots_is_refused() -> None:
+def test_a_paged_default_cache_policy_with_snapshots_off_is_refused_with_the_reason() -> None:
     paged = Policy.paged(4096, sink=4)
     limits = {"block_tokens": 32, "context_tokens": 10_000}
     assert misfit(paged, **limits) is None
     assert "needs another cache.policy" in str(misfit(replace(paged, has_snapshots=False), **limits))
 
 
-@pytest.mark.parametrize("default", [FULL, replace(FULL, has_snapshots=False)])
+@pytest.mark.parametrize(
+    "default", [FULL, replace(FULL, has_snapshots=False)], ids=["snapshots by default", "none by default"]
+)
 @pytest.mark.parametrize("snapshots", ["none", None])
-def test_whether_a_session_has_snapshots_is_as_its_open_says_whatever_the_default_policy(
+def test_the_snapshots_field_of_an_open_request_overrides_the_workers_default_policy(
     default: Policy, snapshots: Any
 ) -> None:
     limits = RequestLimits(None, default, context_tokens=9, block_tokens=4, vocab_size=9)  # type: ignore[arg-type]
     assert limits.chosen_policy(CachePolicy(snapshots=snapshots)).has_snapshots is (snapshots is None)
 
 
-def test_the_largest_and_the_smallest_allowed_window_are_accepted() -> None:
+def test_an_open_with_the_largest_or_the_smallest_allowed_window_is_accepted() -> None:
     limits = {"block_tokens": 32, "context_tokens": 100}
     assert misfit(Policy(68, 32), **limits) is None
     assert misfit(Policy(4, 96), **limits) is None
     assert misfit(FULL, **limits) is None
 
 
-async def test_a_model_that_cannot_serve_an_open_sessions_policy_refuses_requests_with_the_reason(
+async def test_a_worker_whose_model_cannot_serve_an_open_sessions_policy_refuses_requests_with_the_reason(
     world: World,
 ) -> None:
     await world.ask(Open(id="o", cache=SINK_WINDOW))
@@ -154,7 +160,7 @@ async def test_a_session_under_sink_window_may_become_longer_than_the_models_con
     assert (asked[0].answer.max_tokens, asked[0].policy) == (20_000, Policy(4, 40))
 
 
-async def test_a_cache_policy_in_the_log_that_only_a_later_version_knows_stops_the_session_with_the_reason(
+async def test_a_session_with_a_logged_cache_policy_of_a_later_version_is_refused_with_the_reason(
     world: World,
 ) -> None:
     await world.ask(Open(id="o"))

@@ -47,7 +47,7 @@ async def test_a_client_session_opens_under_its_cache_policy_and_refuses_a_sessi
     assert (await worker.client.session("s").info()).position == again.position
 
 
-async def test_the_workers_default_policy_applies_to_sessions_that_choose_none(
+async def test_the_workers_default_cache_policy_applies_to_sessions_that_choose_none(
     local_worker: Callable,
 ) -> None:
     worker = await local_worker(cache_policy=Policy(2, 32))
@@ -74,7 +74,7 @@ async def _talk(worker: Any, turns: range, name: str = "s") -> list[tuple[int, .
     return [(await session.generate(tokens=[5 + turn % 9] * 9, max_tokens=6)).tokens for turn in turns]
 
 
-async def test_a_restart_after_any_turn_finds_the_kv_of_a_session_under_a_window(
+async def test_after_a_restart_following_any_turn_the_kv_of_a_windowed_session_is_restored(
     often: None, local_worker: Callable, endless_model: Path
 ) -> None:
     """Even if a checkpoint is due when the session is opened, before any block hash is computed."""

@@ -62,7 +62,9 @@ async def limited(w: Wire, max_msg_size: int, stream: str = "tok") -> StreamConf
 
 
 @pytest.mark.simulated
-async def test_chunks_that_the_token_stream_refuses_are_not_published_to_clients(wire: Start) -> None:
+async def test_chunks_that_the_full_token_stream_refuses_to_store_are_not_published_to_clients(
+    wire: Start,
+) -> None:
     w = await wire()
     heard = await listen(w)
     await limited(w, 64)  # room for the empty message that ends a stream
@@ -72,7 +74,7 @@ async def test_chunks_that_the_token_stream_refuses_are_not_published_to_clients
     assert heard.chunks == []
 
 
-async def test_after_a_chunk_that_the_token_stream_refused_no_kv_of_the_answer_is_saved(wire: Start) -> None:
+async def test_once_the_token_stream_has_refused_a_chunk_no_kv_of_that_answer_is_saved(wire: Start) -> None:
     """If the worker died before the result, another one might draw other tokens: then nothing erased it."""
     w = await wire()
     await limited(w, 64)
@@ -85,7 +87,7 @@ async def test_after_a_chunk_that_the_token_stream_refused_no_kv_of_the_answer_i
 
 
 @pytest.mark.simulated
-async def test_an_answer_whose_result_the_log_refuses_as_too_large_fails(wire: Start) -> None:
+async def test_an_answer_whose_result_the_log_refuses_as_too_large_gets_an_error_result(wire: Start) -> None:
     w = await wire()
     await limited(w, 900, "log")
     result = await w.send("s", generate("g", text="abc", max_tokens=400))
@@ -98,7 +100,9 @@ async def test_an_answer_whose_result_the_log_refuses_as_too_large_fails(wire: S
 
 
 @pytest.mark.simulated
-async def test_after_a_chunk_that_the_token_stream_refused_clients_get_no_further_chunks(wire: Start) -> None:
+async def test_once_the_token_stream_has_refused_a_chunk_clients_get_no_further_chunks_of_that_answer(
+    wire: Start,
+) -> None:
     """A worker that resumes an answer reads chunks up to the first gap, so it would lose later ones."""
     w = await wire()
     heard = await listen(w)
@@ -117,7 +121,7 @@ async def test_after_a_chunk_that_the_token_stream_refused_clients_get_no_furthe
 
 
 @pytest.mark.simulated
-async def test_an_answer_that_runs_longer_than_the_token_stream_keeps_chunks_loses_no_text(
+async def test_an_answer_that_runs_longer_than_the_token_stream_retains_chunks_loses_no_text(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither a worker that resumes the answer nor a late client lacks chunks."""
@@ -143,7 +147,7 @@ async def test_an_answer_that_runs_longer_than_the_token_stream_keeps_chunks_los
     assert result["text"] == "".join(chunk.text for chunk in whole(heard))
 
 
-def test_chunks_that_are_published_again_are_joined_only_up_to_a_size(
+def test_chunks_that_are_published_again_are_joined_into_messages_of_bounded_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chunks = [Chunk(number, (number,), "text") for number in range(1, 10)]
@@ -152,7 +156,7 @@ def test_chunks_that_are_published_again_are_joined_only_up_to_a_size(
 
 
 @pytest.mark.simulated
-async def test_chunks_that_became_old_while_the_machine_slept_are_published_again(
+async def test_chunks_that_expired_while_the_machine_slept_are_published_again(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await wire(token_ttl_s=600.0)
@@ -164,7 +168,7 @@ async def test_chunks_that_became_old_while_the_machine_slept_are_published_agai
 
 
 @pytest.mark.simulated
-async def test_a_running_answer_publishes_its_chunks_once_more_if_the_token_stream_dropped_its_first_ones(
+async def test_a_running_answer_publishes_its_chunks_again_if_the_token_stream_dropped_the_first_ones(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size of the token stream is limited, and it drops the oldest chunks. No text is lost."""
@@ -206,7 +210,7 @@ async def test_no_worker_can_publish_a_chunk_of_an_answer_that_expired_before_it
 
 
 @pytest.mark.simulated
-async def test_a_stalled_worker_does_not_delete_its_first_chunk_if_the_request_was_answered_meanwhile(
+async def test_a_stalled_worker_keeps_its_first_chunk_if_another_worker_answered_the_request_meanwhile(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks late whether its session was forgotten; another worker has continued the answer meanwhile."""

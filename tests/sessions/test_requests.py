@@ -58,7 +58,7 @@ async def replicated(*_: Any) -> bool:
 
 
 @pytest.mark.real
-async def test_a_cancelled_generate_keeps_the_tokens_generated_until_then_and_the_session_continues(
+async def test_a_cancelled_answer_keeps_the_tokens_generated_until_then_and_the_session_continues(
     client: Client,
 ) -> None:
     session = client.session("s")
@@ -80,7 +80,7 @@ async def test_a_cancelled_generate_keeps_the_tokens_generated_until_then_and_th
     assert (await session.generate(max_tokens=8)).tokens == alone.tokens[len(result.tokens) :]
 
 
-async def test_a_page_of_the_log_has_no_removed_entries_that_a_lagging_replica_still_has(
+async def test_reading_a_page_of_the_log_leaves_out_removed_entries_that_a_lagging_replica_still_has(
     wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await wire()
@@ -108,7 +108,7 @@ async def test_an_answer_ends_with_finish_reason_length_before_its_result_exceed
 
 
 @pytest.mark.parametrize("is_fenced", [False, True])
-async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_same_time(
+async def test_a_cancel_is_confirmed_even_if_its_request_starts_to_run_at_the_same_time(
     wire: Start, monkeypatch: pytest.MonkeyPatch, *, is_fenced: bool
 ) -> None:
     """The session's task, not the cancel, then stores the request's result."""
@@ -131,7 +131,7 @@ async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_sa
 # How answers end
 
 
-async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None:
+async def test_an_answer_has_at_most_max_tokens_tokens_for_any_max_tokens(client: Client) -> None:
     for most in (1, 2, 31, 32, 33):
         result = await client.session(f"s{most}").generate(text="eee", max_tokens=most)
         assert (result.finish_reason, len(result.tokens)) == ("length", most)
@@ -163,7 +163,9 @@ async def test_a_worker_with_an_idle_timeout_of_zero_does_not_keep_its_event_loo
 # Questions
 
 
-async def test_info_has_the_state_and_progress_of_a_running_and_an_idle_session(wire: Start) -> None:
+async def test_an_info_request_returns_the_state_and_progress_of_a_running_and_of_an_idle_session(
+    wire: Start,
+) -> None:
     w = await wire()
     seqs = [await w.publish("s", generate("a", **LONG)), await w.publish("s", append("b"))]
     info = await w.until("s", "running")
@@ -188,7 +190,7 @@ async def test_info_has_the_state_and_progress_of_a_running_and_an_idle_session(
 
 
 @pytest.mark.real
-async def test_the_counts_in_metrics_add_up_and_match_the_answers(wire: Start) -> None:
+async def test_the_counts_in_a_workers_metrics_are_consistent_and_match_the_answers(wire: Start) -> None:
     """Snapshots: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`, in every message."""
     w = await wire(metrics_interval_s=0.1)
     client: Client = w.worker.client
@@ -240,7 +242,7 @@ async def test_the_counts_in_metrics_add_up_and_match_the_answers(wire: Start) -
     assert last.process_bytes > 0
 
 
-async def test_an_ask_at_a_stopping_worker_is_refused_and_its_answer_is_stored_after_the_next_start(
+async def test_an_ask_request_to_a_stopping_worker_is_refused_and_its_answer_stored_after_the_next_start(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -255,7 +257,7 @@ async def test_an_ask_at_a_stopping_worker_is_refused_and_its_answer_is_stored_a
     assert (await w.result(1))["type"] == "generated"
 
 
-async def test_an_ask_whose_answer_takes_long_is_told_not_to_send_it_again_and_the_answer_is_stored(
+async def test_a_slow_ask_request_gets_a_reply_that_says_not_to_repeat_it_and_its_answer_is_stored(
     wire: Start,
 ) -> None:
     """Its answer goes on: another ask would be a second request."""
@@ -294,7 +296,7 @@ async def test_every_log_line_of_a_request_names_its_session_and_its_id(wire: St
         assert "request" in line, line
 
 
-async def test_an_answered_request_that_has_left_the_queue_is_found_when_its_repeat_is_refused(
+async def test_if_the_full_log_refuses_a_repeated_request_the_client_finds_the_result_of_the_first_one(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its acknowledgement is lost, and the log is full when the client sends it again."""

@@ -53,7 +53,7 @@ def lose(world: World, kept: int) -> None:
 
 
 @pytest.mark.simulated
-async def test_a_request_that_the_server_has_lost_and_not_delivered_again_is_searched_for_and_answered(
+async def test_a_request_that_nats_stored_but_no_longer_delivers_after_a_restart_is_found_and_answered(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server has lost a result and kept the ack; the session's worker was away when it was looked for."""
@@ -82,7 +82,7 @@ async def test_a_request_that_the_server_has_lost_and_not_delivered_again_is_sea
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("when", ["while it runs", "before it starts", "between two reads"])
-async def test_an_erasure_note_is_carried_out_even_if_it_has_the_sequence_of_a_lost_note(
+async def test_an_erasure_note_is_carried_out_even_if_it_reuses_the_log_sequence_of_a_lost_note(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """A worker, or its directory, had carried out the lost one."""
@@ -123,7 +123,7 @@ async def test_an_erasure_note_is_carried_out_even_if_it_has_the_sequence_of_a_l
     assert key not in disk
 
 
-async def test_after_each_start_of_the_server_undelivered_requests_are_searched_for_until_a_search_succeeds(
+async def test_after_each_nats_restart_undelivered_requests_are_searched_for_until_a_search_succeeds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log, searched = SimpleNamespace(server="S"), list[str]()
@@ -148,7 +148,7 @@ async def test_after_each_start_of_the_server_undelivered_requests_are_searched_
     [(0, "same", True), (0, "other", False), (0, "same, without the request", False), (1, "other", False)],
     ids=["same server", "other server", "without the request", "other server after a result"],
 )
-async def test_a_result_that_waits_for_the_server_is_stored_only_if_the_server_still_has_the_request(
+async def test_a_result_computed_during_a_nats_outage_is_stored_only_if_the_log_still_has_its_request(
     after: int, comes_back: str, is_stored: bool
 ) -> None:
     """Another worker may have removed the session meanwhile, and the server may have lost its end."""
@@ -173,7 +173,7 @@ async def test_a_result_that_waits_for_the_server_is_stored_only_if_the_server_s
     assert len(stored) == is_stored
 
 
-async def test_a_worker_exits_with_an_error_if_the_server_returns_with_a_smaller_message_limit(
+async def test_a_worker_exits_with_an_error_if_the_nats_server_returns_with_a_smaller_message_limit(
     local_worker: Callable[..., Awaitable[Any]], real_server: NatsServer, tmp_path: Path
 ) -> None:
     """Otherwise the result of a long answer could not be stored, and the answer would be lost."""
@@ -281,7 +281,7 @@ async def log(real_server: NatsServer, local_worker: Start) -> Damaged:
     return one
 
 
-async def test_a_damaged_session_can_be_removed_and_its_name_used_again(
+async def test_a_session_damaged_in_the_log_can_be_removed_and_its_name_used_again(
     log: Damaged, local_worker: Start
 ) -> None:
     """The worker does not know all tokens whose KV is to be erased, and says so."""
@@ -306,7 +306,7 @@ async def test_a_damaged_session_can_be_removed_and_its_name_used_again(
         assert (await session.append(text="more", timeout_s=15)).position == 4
 
 
-async def test_a_session_continues_from_its_last_turn_before_the_damage_in_the_log_file(
+async def test_after_damage_to_the_log_file_a_session_continues_from_its_last_turn_before_the_damage(
     log: Damaged, local_worker: Start
 ) -> None:
     """The server drops the entries after the damage, so its consumer may have passed the next sequences."""
@@ -319,7 +319,7 @@ async def test_a_session_continues_from_its_last_turn_before_the_damage_in_the_l
     assert await log.check(local_worker) == "begins again after 6 turns"
 
 
-async def test_a_worker_that_is_running_when_the_log_loses_entries_answers_new_requests(
+async def test_a_worker_that_runs_while_the_log_loses_entries_still_answers_new_requests(
     log: Damaged, local_worker: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "_KEEP_S", 0.2)
@@ -335,7 +335,7 @@ async def test_a_worker_that_is_running_when_the_log_loses_entries_answers_new_r
 
 
 @pytest.mark.parametrize("what", ["consumer", "token stream"])
-async def test_a_worker_creates_a_deleted_consumer_or_token_stream_again(
+async def test_a_worker_creates_a_deleted_nats_consumer_or_token_stream_again(
     wire: Start, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(streams, "_KEEP_S", 0.1)

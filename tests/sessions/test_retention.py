@@ -137,7 +137,7 @@ async def until_left(
     raise AssertionError((ids, sorted(found)))
 
 
-async def test_a_closed_session_leaves_the_log_after_its_time_to_live_and_an_open_one_stays(
+async def test_a_closed_session_is_removed_from_the_log_after_its_time_to_live_and_an_open_session_stays(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire(closed_ttl_s=0.5)
@@ -152,7 +152,7 @@ async def test_a_closed_session_leaves_the_log_after_its_time_to_live_and_an_ope
     assert (await w.send("closed", append("b")))["position"] == 5
 
 
-async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_session_left_the_log(
+async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_removal_of_the_session(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the close's result, the last result that the worker knows would be the log's last again."""
@@ -177,7 +177,7 @@ async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_sess
     assert await until_gone(w, "s", text=b"") == {}
 
 
-async def test_a_closed_session_stays_for_its_time_to_live_although_the_workers_clock_is_ahead(
+async def test_a_closed_session_stays_in_the_log_for_its_time_to_live_even_if_the_workers_clock_is_ahead(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How old an entry is, the server's clock says."""
@@ -190,7 +190,7 @@ async def test_a_closed_session_stays_for_its_time_to_live_although_the_workers_
 
 
 @pytest.mark.parametrize("last_seq", [7, 11])
-async def test_entries_at_the_end_of_a_log_that_became_shorter_no_longer_count_as_synced(
+async def test_after_the_log_became_shorter_entries_at_its_new_end_are_no_longer_treated_as_synced_to_disk(
     last_seq: int,
 ) -> None:
     """Also if the worker is connected to another node of a cluster than the one that was restarted."""
@@ -213,7 +213,7 @@ async def test_entries_at_the_end_of_a_log_that_became_shorter_no_longer_count_a
     assert not synced.has(10)
 
 
-async def test_a_forgotten_session_is_removed_from_the_log_only_once(
+async def test_a_forgotten_session_is_removed_from_the_log_by_exactly_one_deletion(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its note stays as long as that of any closed session, and is the log's first one."""
@@ -232,7 +232,7 @@ async def test_a_forgotten_session_is_removed_from_the_log_only_once(
     assert removed == ["first", "second"]
 
 
-async def test_a_forgotten_session_is_removed_even_if_the_first_delete_fails_and_delays_no_other_session(
+async def test_a_forgotten_session_whose_first_deletion_fails_is_removed_later_and_delays_no_other_session(
     quiet_wire: Start, server: Server
 ) -> None:
     """A delete that fails, as on a full disk, has the error code of one that finds no message."""
@@ -248,7 +248,7 @@ async def test_a_forgotten_session_is_removed_even_if_the_first_delete_fails_and
 
 
 @pytest.mark.usefixtures("late_results")
-async def test_a_forget_whose_result_comes_an_hour_after_its_note_removes_the_session(
+async def test_a_forgotten_session_is_removed_even_if_the_result_of_its_close_is_stored_an_hour_late(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the log was full for so long, or the worker's clock was ahead."""
@@ -260,7 +260,7 @@ async def test_a_forget_whose_result_comes_an_hour_after_its_note_removes_the_se
 
 
 @pytest.mark.parametrize("num_deleted", [0, 1, 2, 4, 8])
-async def test_a_forget_that_a_kill_interrupts_at_any_point_is_completed_by_the_next_worker(
+async def test_forgetting_a_session_that_a_kill_interrupts_at_any_point_is_completed_by_the_next_worker(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_deleted: int
 ) -> None:
     """Until then the next worker serves the next session of this name, and reuses an id."""
@@ -305,7 +305,7 @@ async def test_a_forget_that_a_kill_interrupts_at_any_point_is_completed_by_the_
 
 
 @pytest.mark.parametrize("num_removed", range(7))
-async def test_a_session_whose_removal_a_kill_interrupts_at_any_point_is_still_known_to_be_closed(
+async def test_a_closed_session_whose_removal_was_interrupted_by_a_kill_at_any_point_stays_closed(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_removed: int
 ) -> None:
     """Results that were stored behind the request of the close leave the log later than those before it."""
@@ -358,7 +358,7 @@ async def test_a_forged_note_that_a_session_was_closed_removes_no_session_from_t
 
 
 @pytest.mark.parametrize("closed_ttl_s", [None, 0.0])
-async def test_if_a_crash_makes_a_close_noted_twice_the_first_note_decides_which_images_are_removed(
+async def test_a_close_noted_twice_because_of_a_crash_removes_only_images_stored_before_the_first_note(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, closed_ttl_s: float | None
 ) -> None:
     """Images that were stored behind it are of the next session, and no note is left over."""
@@ -384,7 +384,7 @@ async def test_if_a_crash_makes_a_close_noted_twice_the_first_note_decides_which
     assert (w.subject("s", "closed") in subjects) == (closed_ttl_s is None)
 
 
-async def test_a_forged_note_and_a_repeated_close_remove_nothing_of_the_reopened_session(
+async def test_a_forged_close_note_and_a_repeated_close_remove_nothing_of_a_reopened_session(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire(closed_ttl_s=None)
@@ -398,7 +398,7 @@ async def test_a_forged_note_and_a_repeated_close_remove_nothing_of_the_reopened
     assert b"second life" in b"".join((await bodies(w, "s"))["in"])
 
 
-async def test_an_info_or_cancel_for_an_unknown_session_leaves_no_session_in_memory(
+async def test_an_info_or_cancel_request_for_an_unknown_session_leaves_no_session_object_in_memory(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire()
@@ -409,7 +409,7 @@ async def test_an_info_or_cancel_for_an_unknown_session_leaves_no_session_in_mem
     assert (await w.control("s", {"type": "info"}))["worker"]["sessions"] == 1
 
 
-async def test_info_on_a_closed_session_with_a_waiting_open_shows_position_0(
+async def test_an_info_request_for_a_closed_session_with_a_waiting_open_returns_position_0(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -431,7 +431,7 @@ async def test_info_on_a_closed_session_with_a_waiting_open_shows_position_0(
     assert (await w.result(waiting))["type"] == "opened"
 
 
-async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
+async def test_a_session_is_not_unloaded_from_memory_while_an_info_request_reads_it(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise its next request would read it again, and could run beside a cancel of itself."""
@@ -457,7 +457,7 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     assert (await asked)["position"] == 5
 
 
-async def test_of_sessions_that_take_too_much_memory_the_last_used_one_stays_and_is_not_read_again(
+async def test_of_idle_sessions_over_the_memory_limit_the_last_used_one_stays_loaded(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -473,7 +473,7 @@ async def test_of_sessions_that_take_too_much_memory_the_last_used_one_stays_and
     await until(lambda: parts.sessions._size_bytes == session.log.record.size_bytes)
 
 
-async def test_a_session_is_not_removed_while_its_log_is_being_read(
+async def test_a_closed_session_is_not_removed_from_the_log_while_its_log_is_being_read(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise its first results would be read without its close."""
@@ -533,9 +533,7 @@ async def test_removing_a_closed_session_from_the_log_removes_no_unanswered_requ
     assert removed == removed_below
 
 
-async def test_all_values_that_later_results_refer_to_stay_when_the_session_before_a_close_is_removed() -> (
-    None
-):
+async def test_removing_a_closed_session_keeps_the_checkpoint_values_that_later_results_refer_to() -> None:
     """The close at 4 has its result at 10, after those of two later requests, which are on two pages."""
     now, removed = datetime.now(UTC), dict[str, Any]()
     values = {seq: CheckpointMessage(b"long", before="").pack() for seq in (6, 8)}
@@ -582,7 +580,9 @@ EMPTY = Generated(
 
 
 @pytest.mark.parametrize("cancelled", [failure("r", "expired", "cancelled", seq=5), EMPTY])
-async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_request(cancelled: Any) -> None:
+async def test_retention_finds_the_result_of_a_close_stored_after_the_result_of_a_cancelled_request(
+    cancelled: Any,
+) -> None:
     """Otherwise the note of the close would never have an effect."""
     now = datetime.now(UTC)
     asked = Asked(stored=now, request=msgspec.Raw(encode(Close(id="c", forget=True))))
@@ -600,7 +600,7 @@ async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_re
     assert (found.entry.seq, found.forgets) == (7, True)
 
 
-async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_below_the_lower_mark(
+async def test_from_a_nearly_full_log_closed_sessions_are_removed_until_its_size_is_below_the_lower_mark(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the log would be nearly full again soon. Each session here is a twentieth of the log."""
@@ -624,7 +624,7 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
     assert at_once == [True] * 3 + [False] * 3
 
 
-async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restarted(
+async def test_close_notes_are_carried_out_again_after_a_restart_of_the_nats_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server may have lost its last entries, and another note may have the sequence of a known one."""
@@ -668,7 +668,7 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
 
 
 @pytest.mark.parametrize(("history_idle_timeout_s", "has_store"), [(0.2, True), (300.0, False)])
-async def test_a_worker_that_missed_a_forget_drops_the_sessions_kv_from_the_device(
+async def test_a_worker_that_missed_the_forgetting_of_a_session_drops_the_sessions_kv_from_the_device(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, history_idle_timeout_s: float, has_store: bool
 ) -> None:
     """Also if it has evicted the session from its own memory, and if it stores no snapshots."""
@@ -685,7 +685,7 @@ async def test_a_worker_that_missed_a_forget_drops_the_sessions_kv_from_the_devi
     assert key not in app.device_of_hashes.resident
 
 
-async def test_a_worker_away_for_longer_than_erasure_notes_are_kept_drops_all_kv_once_its_turns_have_ended(
+async def test_a_worker_away_longer_than_erasure_notes_are_kept_drops_its_kv_once_running_turns_have_ended(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It erases its copies last, and again if this failed, since a running turn may add some."""
@@ -716,7 +716,7 @@ async def test_a_worker_away_for_longer_than_erasure_notes_are_kept_drops_all_kv
     assert (await disk.erased_up_to(app._parts.erasures._log)).seq > asked
 
 
-async def test_an_erasure_note_is_tried_again_until_it_is_carried_out_and_stays_for_90_days(
+async def test_an_erasure_note_is_retried_until_it_is_carried_out_and_stays_in_the_log_for_90_days(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers that are away meanwhile read it later; only the last note stays for longer."""
@@ -745,7 +745,7 @@ async def test_an_erasure_note_is_tried_again_until_it_is_carried_out_and_stays_
 
 
 @pytest.mark.parametrize(("boot", "num_erased"), [("an empty directory's", 0), (erasures.TIER, 1)])
-async def test_a_starting_worker_skips_older_erasure_notes_if_its_cache_is_empty_unless_its_tier_is_unknown(
+async def test_a_starting_worker_with_an_empty_cache_skips_old_erasure_notes_unless_its_remote_tier_is_new(
     quiet_wire: Start, boot: str, num_erased: int
 ) -> None:
     """Each takes milliseconds, and a log may have 100,000. A tier of which nothing is known may have KV."""
@@ -775,7 +775,7 @@ async def test_a_starting_worker_skips_older_erasure_notes_if_its_cache_is_empty
         assert len(noted) == num_notes
 
 
-async def test_an_erasure_note_waits_for_the_end_of_its_sessions_turn(
+async def test_an_erasure_note_is_carried_out_only_after_the_running_turn_of_its_session_has_ended(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -806,7 +806,9 @@ async def until_queued(w: Wire, session: str, wanted: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("filling")
-async def test_an_answered_request_leaves_the_log_and_its_session_continues(quiet_wire: Start) -> None:
+async def test_an_answered_request_is_removed_from_the_log_and_its_session_continues(
+    quiet_wire: Start,
+) -> None:
     """Also at a worker that has read the session without it: repeats and conflicts are answered as before."""
     w = await quiet_wire(sync_interval="0.1s")
     first = await w.send("s", append("a", "hello"))
@@ -822,7 +824,7 @@ async def test_an_answered_request_leaves_the_log_and_its_session_continues(quie
 
 
 @pytest.mark.usefixtures("filling")
-async def test_a_cancelled_request_behind_a_waiting_one_stays_in_the_log_until_that_one_is_answered(
+async def test_a_cancelled_request_stays_in_the_log_until_the_waiting_request_before_it_is_answered(
     quiet_wire: Start,
 ) -> None:
     """The server redelivers only the newest request of a session: it must still be there."""
@@ -847,7 +849,7 @@ async def test_a_worker_removes_the_answered_requests_of_a_worker_that_has_ended
 
 @pytest.mark.usefixtures("filling")
 @pytest.mark.parametrize("last", [append("b"), CLOSE, FORGET])
-async def test_a_result_that_a_power_cut_may_lose_makes_no_request_or_session_leave_the_log(
+async def test_no_request_or_session_is_removed_from_the_log_for_a_result_that_a_power_cut_may_still_lose(
     quiet_wire: Start, server: Server, last: dict[str, Any]
 ) -> None:
     """A restarted server may have lost it, and another entry may have its sequence: then it takes as long."""
@@ -874,7 +876,7 @@ async def test_a_result_that_a_power_cut_may_lose_makes_no_request_or_session_le
         await until_queued(w, "s", [])
 
 
-async def test_a_request_stays_in_the_log_until_a_power_cut_can_lose_neither_it_nor_its_result() -> None:
+async def test_an_answered_request_is_removed_from_the_log_only_after_its_result_is_synced_to_disk() -> None:
     removed, results = list[int](), {1: 2, 3: 9, 8: 4}
 
     async def queues(counts: Callable[[int], bool] = lambda _: True) -> list[Queue]:
@@ -890,7 +892,7 @@ async def test_a_request_stays_in_the_log_until_a_power_cut_can_lose_neither_it_
     assert removed == [1]
 
 
-async def test_answered_requests_stay_while_the_log_is_less_than_half_full(
+async def test_answered_requests_are_not_removed_while_the_log_is_less_than_half_full(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retention, "_FILLING", 0.5)

@@ -46,7 +46,7 @@ async def test_each_token_of_an_answer_has_its_logprob_in_chunks_and_result(clie
     assert {one.top for one in few.logprobs} == {()}
 
 
-async def test_an_answer_does_not_end_before_min_tokens_nor_at_all_with_ignore_eos(
+async def test_end_tokens_are_not_sampled_before_min_tokens_and_with_ignore_eos_not_at_all(
     local_worker: Callable[..., Awaitable[Any]],
 ) -> None:
     client, end = (await local_worker()).client, {EOS: 100}
@@ -72,14 +72,16 @@ CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.simulated
-async def test_the_client_refuses_contradictory_options_and_numbers_out_of_range(client: Client) -> None:
+async def test_the_client_refuses_contradictory_sampling_options_and_numbers_out_of_range(
+    client: Client,
+) -> None:
     for options, says in CONTRADICTORY:
         with pytest.raises(InvalidMessageError, match=says):
             await client.session("s").generate(text="x", **options)
 
 
 @pytest.mark.simulated
-async def test_a_logit_bias_on_a_token_outside_of_the_vocabulary_is_refused(client: Client) -> None:
+async def test_a_logit_bias_on_a_token_id_outside_the_vocabulary_is_refused(client: Client) -> None:
     """In a batch, the index after the last token would belong to the logits of another answer."""
     session = client.session("s")
     await session.append(text="before")
@@ -122,7 +124,7 @@ async def test_a_count_request_returns_the_tokens_that_a_generate_would_add_and_
 
 
 @pytest.mark.simulated
-async def test_raw_text_with_an_answer_prefix_gets_the_same_answer_as_both_joined_to_one_text(
+async def test_raw_text_and_an_answer_prefix_get_the_same_answer_as_both_sent_as_one_text(
     client: Client,
 ) -> None:
     _, given = await answered(client.session("s"), text="Once ", prefix="upon", max_tokens=6)
@@ -130,7 +132,7 @@ async def test_raw_text_with_an_answer_prefix_gets_the_same_answer_as_both_joine
     assert (given.tokens, given.position) == (plain.tokens, plain.position)
 
 
-async def test_with_own_sampling_the_options_that_a_request_omits_are_those_recommended_by_the_model(
+async def test_with_own_sampling_a_request_takes_missing_options_from_the_models_recommendations(
     local_worker: Callable[..., Awaitable[Any]], tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "own"
@@ -154,7 +156,7 @@ async def test_with_own_sampling_the_options_that_a_request_omits_are_those_reco
     assert greedy == plain
 
 
-async def test_the_samples_call_gives_different_answers_to_one_prompt_and_leaves_the_session_unchanged(
+async def test_the_clients_samples_call_returns_different_answers_and_leaves_the_session_unchanged(
     client: Client,
 ) -> None:
     session = client.session("s")
@@ -172,7 +174,7 @@ async def test_the_samples_call_gives_different_answers_to_one_prompt_and_leaves
     assert spent <= 4 * (1 + len(" there")), "the session's own tokens are not prefilled again"
 
 
-async def test_with_max_tokens_0_a_prompt_is_prefilled_and_its_answer_is_empty(
+async def test_a_generate_request_with_max_tokens_0_prefills_its_prompt_and_returns_an_empty_answer(
     local_worker: Callable[..., Awaitable[Any]],
 ) -> None:
     client = (await local_worker()).client

@@ -43,7 +43,7 @@ async def said(worker: LocalWorker) -> tuple[tuple[int, ...], int]:
     return result.tokens, result.usage.cached_tokens
 
 
-async def test_a_worker_with_a_wrong_or_missing_key_answers_without_snapshots_and_logs_a_remedy(
+async def test_a_worker_with_a_wrong_or_missing_cache_key_answers_without_snapshots_and_logs_a_remedy(
     local_worker: Start, tmp_path: Path
 ) -> None:
     key, other = (key_file(tmp_path, name) for name in ("key", "other"))
@@ -70,7 +70,7 @@ async def test_a_worker_with_a_wrong_or_missing_key_answers_without_snapshots_an
     assert (again, cached > 0) == (answer, True)
 
 
-def test_the_documented_openssl_command_makes_a_valid_key(tmp_path: Path) -> None:
+def test_the_documented_openssl_command_makes_a_valid_cache_key(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     (line,) = re.findall(r"^.*openssl rand.*$", PAGE.read_text(), re.MULTILINE)
@@ -80,7 +80,7 @@ def test_the_documented_openssl_command_makes_a_valid_key(tmp_path: Path) -> Non
 
 @pytest.mark.process
 @pytest.mark.parametrize("arguments", [("serve", "--check"), ("cache", "ls")])
-def test_a_key_file_without_a_valid_key_ends_a_command_with_one_line(
+def test_a_command_given_a_cache_key_file_without_a_valid_key_exits_with_a_one_line_error(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     file = tmp_path / "key"
@@ -110,7 +110,7 @@ def forge(path: Path, codec: Codec) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(("kv_bits", "has_key"), [(None, True), (4, False)])
-async def test_recompute_finds_a_file_with_changed_kv_and_a_valid_checksum_and_quarantines_it_if_asked(
+async def test_cache_verify_with_recompute_finds_and_on_request_quarantines_wrong_kv_with_a_valid_checksum(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path, kv_bits: int | None, has_key: bool
 ) -> None:
     model, key = make_tiny_model(tmp_path / "model", hidden_size=256), None

@@ -75,7 +75,7 @@ def held_up(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Even
     return there, go_on
 
 
-async def test_a_request_that_arrives_just_before_a_sessions_delivery_is_acknowledged_is_answered_first(
+async def test_a_request_that_arrives_just_before_its_sessions_delivery_is_acked_is_answered_before_the_ack(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It arrives while notes of attempts are removed, just before the session's delivery is acknowledged."""
@@ -98,7 +98,7 @@ async def test_a_request_that_arrives_just_before_a_sessions_delivery_is_acknowl
 
 
 @pytest.mark.parametrize("asked", [True, False])
-async def test_a_request_whose_result_a_restarted_server_lost_is_not_acknowledged_before_it_has_another(
+async def test_a_request_whose_result_a_restarted_nats_server_lost_is_acknowledged_only_after_a_new_result(
     world: World, monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
     """The restart comes before the acknowledgement; if `asked`, an info waits to read the log anew."""
@@ -135,7 +135,7 @@ async def test_a_request_whose_result_a_restarted_server_lost_is_not_acknowledge
 
 
 @pytest.mark.parametrize("look", ["info", "cancel"])
-async def test_after_info_or_cancel_has_read_another_workers_result_the_session_stores_no_second_one(
+async def test_a_running_session_stores_no_second_result_after_info_or_cancel_read_another_workers_result(
     world: World, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
     """Otherwise the session's task would also commit one, and the request would have two results."""
@@ -157,7 +157,7 @@ async def test_after_info_or_cancel_has_read_another_workers_result_the_session_
 
 
 @pytest.mark.parametrize("request_", [Generate(id="a", text="a", max_tokens=2), Append(id="a", text="a")])
-async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answered_already(
+async def test_a_cancel_that_arrives_as_its_request_completes_is_refused_as_answered_already(
     world: World, monkeypatch: pytest.MonkeyPatch, request_: Append | Generate
 ) -> None:
     run = world.engine.run
@@ -179,7 +179,7 @@ async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answ
 
 
 @pytest.mark.parametrize("is_forged", [True, False])
-async def test_a_cancelled_waiting_request_keeps_published_tokens_only_if_they_name_the_sessions_digest(
+async def test_cancelling_a_waiting_request_keeps_published_tokens_only_if_they_name_the_sessions_digest(
     world: World, monkeypatch: pytest.MonkeyPatch, is_forged: bool
 ) -> None:
     """Those of a worker do, if the server has lost a result since: the request was the first one then."""
@@ -203,7 +203,7 @@ async def test_a_cancelled_waiting_request_keeps_published_tokens_only_if_they_n
     assert (result.finish_reason, result.tokens) == ("cancelled", () if is_forged else (97,))
 
 
-async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(
+async def test_after_a_failed_read_of_the_log_no_request_is_answered_twice(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(3):
@@ -223,7 +223,7 @@ async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(
     assert len(world.results) == 4
 
 
-async def test_the_result_of_a_close_is_stored_under_the_lock_that_removals_take(
+async def test_the_result_of_a_close_is_stored_under_the_lock_of_the_removal_of_closed_sessions(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the worker, if the acknowledgement is late, could store the result a second time."""
@@ -239,7 +239,7 @@ async def test_the_result_of_a_close_is_stored_under_the_lock_that_removals_take
     assert held == [False, True]
 
 
-async def test_checkpoints_are_still_stored_after_a_refused_close(
+async def test_checkpoints_of_a_session_are_still_stored_after_a_refused_close(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.sessions.record._CHECKPOINT_EVERY", 64)
@@ -253,7 +253,7 @@ async def test_checkpoints_are_still_stored_after_a_refused_close(
 
 
 @pytest.mark.parametrize("way", ["cancelled", "expired"])
-async def test_a_last_attempt_that_is_cancelled_or_expires_stops_waiting_for_the_device_lock(
+async def test_a_requests_last_attempt_stops_waiting_for_the_exclusive_device_lock_if_cancelled_or_expired(
     world: World, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """Otherwise it would wait until the longest answer ends, and all other requests would wait for it."""
@@ -281,7 +281,7 @@ async def test_a_last_attempt_that_is_cancelled_or_expires_stops_waiting_for_the
             pass
 
 
-async def test_no_other_turn_enters_the_device_lock_while_it_is_held_exclusively() -> None:
+async def test_no_other_turn_runs_while_a_requests_last_attempt_holds_the_device_lock_exclusively() -> None:
     device_lock, seen = SharedLock(), []
 
     async def one(name: int, *, alone: bool) -> None:
@@ -299,7 +299,7 @@ async def test_no_other_turn_enters_the_device_lock_while_it_is_held_exclusively
             assert seen[at + 1] == (name, "out", True)
 
 
-async def test_a_request_that_crashes_workers_fails_even_if_newer_requests_are_delivered_before_it(
+async def test_a_request_that_crashes_workers_is_given_up_even_if_newer_requests_are_delivered_before_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would be retried for ever if a client sends a new request after each crash."""
@@ -330,7 +330,7 @@ async def test_a_request_that_crashes_workers_fails_even_if_newer_requests_are_d
     assert lives == 4
 
 
-async def test_a_repeated_request_is_recognised_even_if_a_forgotten_session_had_used_its_id(
+async def test_a_repeated_request_gets_the_recorded_result_even_if_a_forgotten_session_had_used_its_id(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The id's first result was removed from the log; the index of ids still has it before the second."""
@@ -350,7 +350,7 @@ async def test_a_repeated_request_is_recognised_even_if_a_forgotten_session_had_
 @pytest.mark.parametrize(
     "given", [{"messages": (Message(role="user", content="hi"),)}, {}, {"text": "a" * 999}]
 )
-async def test_messages_and_long_texts_are_rendered_and_tokenised_off_the_event_loops_thread(
+async def test_messages_and_long_texts_are_rendered_and_tokenised_outside_the_event_loop_thread(
     world: World, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
 ) -> None:
     """Also for a generate without input, since a template may then render the whole conversation."""
@@ -374,7 +374,7 @@ def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
     return chunk
 
 
-async def test_a_workers_own_attempt_that_others_took_for_a_crash_does_not_count_as_a_failed_attempt(
+async def test_an_attempt_of_a_worker_that_was_asleep_but_taken_for_crashed_is_not_counted_as_failed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was asleep, and seemed to have ended; of the workers that took the request then, two crashed."""
@@ -398,7 +398,7 @@ async def test_a_workers_own_attempt_that_others_took_for_a_crash_does_not_count
     [(0, 3, False), (1, 3, True), (1, 4, False)],
     ids=["nobody at work", "a worker at work", "an attempt too many"],
 )
-async def test_an_attempt_of_a_worker_that_only_seemed_to_have_ended_does_not_count_as_failed(
+async def test_an_attempt_by_a_worker_that_turns_out_to_be_running_is_not_counted_as_failed(
     world: World, monkeypatch: pytest.MonkeyPatch, num_busy: int, noted: int, *, is_tried: bool
 ) -> None:
     """As after the sleep of a laptop with two workers. The attempts of others still add up."""
@@ -417,7 +417,7 @@ async def test_an_attempt_of_a_worker_that_only_seemed_to_have_ended_does_not_co
 
 
 @pytest.mark.parametrize("attempts", [3, 4])
-async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_already_streamed(
+async def test_an_answer_given_up_after_worker_crashes_ends_with_the_tokens_already_streamed(
     world: World, monkeypatch: pytest.MonkeyPatch, attempts: int
 ) -> None:
     """If storing this result crashes a worker too, the request fails."""
@@ -439,7 +439,7 @@ async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_already_str
     await world.assert_fold_is_life()
 
 
-async def test_a_cancel_searches_the_log_again_if_the_server_lost_entries_during_the_search(
+async def test_a_cancel_searches_the_log_again_if_nats_lost_entries_during_the_search(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two copies of a request it cancels the first, since the second is only a repeat of that."""
@@ -464,7 +464,7 @@ async def test_a_cancel_searches_the_log_again_if_the_server_lost_entries_during
 
 
 @pytest.mark.parametrize("late", ["page", "read"])
-async def test_a_cancel_ends_the_request_if_the_session_begins_it_while_the_cancel_looks_for_it(
+async def test_a_cancel_ends_a_request_that_starts_to_run_while_the_cancel_reads_the_log(
     world: World, monkeypatch: pytest.MonkeyPatch, late: str
 ) -> None:
     """The log's reply with the request, or with its chunks, comes after the session's task has begun it."""
@@ -533,7 +533,7 @@ async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(
     await world.assert_fold_is_life()
 
 
-async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_holds_no_device_lock(
+async def test_a_fork_waiting_for_its_parent_counts_no_failed_attempt_and_holds_no_device_lock(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs nothing on the device, so it cannot be the cause of a crash."""
@@ -559,7 +559,7 @@ async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_holds_no_d
 
 
 @pytest.mark.parametrize(("deadline_s", "reason"), [(None, "cancelled"), (1.0, "expired")])
-async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_the_streamed_tokens(
+async def test_an_answer_whose_token_stream_another_worker_has_ended_stops_with_the_streamed_tokens(
     world: World, monkeypatch: pytest.MonkeyPatch, deadline_s: float | None, reason: str
 ) -> None:
     """The other worker may have crashed after that, and clients must get no chunks after the seal."""
@@ -587,7 +587,7 @@ async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_
         (0, 0, 3, False),
     ],
 )
-async def test_a_stopping_worker_keeps_the_count_of_attempts_at_an_earlier_request(
+async def test_a_stopping_worker_does_not_overwrite_the_noted_failed_attempts_of_an_earlier_request(
     world: World, noted: int, attempts: int, asked: int, is_noted: bool
 ) -> None:
     """Otherwise a request that crashes workers would be begun for ever, if some are stopped in between."""
@@ -598,7 +598,7 @@ async def test_a_stopping_worker_keeps_the_count_of_attempts_at_an_earlier_reque
     assert len(world.log.notes) == 1 + is_noted
 
 
-async def test_a_checkpoint_is_never_made_after_a_waiting_or_unread_request(world: World) -> None:
+async def test_no_checkpoint_is_stored_past_a_waiting_or_unread_request(world: World) -> None:
     """A worker that opens the session from such a checkpoint would never answer the request."""
     await world.ask(Append(id="a", text="one"))
     record = world.session.log.record
@@ -611,7 +611,7 @@ async def test_a_checkpoint_is_never_made_after_a_waiting_or_unread_request(worl
         assert (record.next_checkpoint(in_seq) is not None) == is_due
 
 
-async def test_an_answer_begun_from_a_history_that_the_server_lost_ends_with_its_streamed_tokens(
+async def test_an_answer_begun_from_log_entries_that_nats_lost_ends_with_its_streamed_tokens(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its next tokens would continue another history than the tokens that clients have."""
@@ -627,7 +627,7 @@ async def test_an_answer_begun_from_a_history_that_the_server_lost_ends_with_its
     assert "lost" in answer.warnings[-1]
 
 
-async def test_a_worker_does_not_begin_an_answer_that_another_worker_has_given_meanwhile(
+async def test_a_worker_does_not_start_an_answer_that_another_worker_has_stored_meanwhile(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two requests that both workers know, the other one answers the second behind the first's result."""
@@ -651,7 +651,7 @@ async def test_a_worker_does_not_begin_an_answer_that_another_worker_has_given_m
     assert len(begun) == 1
 
 
-async def test_a_turn_failing_after_another_worker_answered_and_forgot_adds_no_result_and_logs_no_error(
+async def test_a_failing_turn_stores_no_result_if_another_worker_answered_and_forgot_the_session_meanwhile(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This worker was stalled: another one has answered the request meanwhile, and forgotten the session."""
@@ -671,7 +671,7 @@ async def test_a_turn_failing_after_another_worker_answered_and_forgot_adds_no_r
     assert [type(result) for result in world.results] == [Generated, Closed]
 
 
-async def test_a_request_whose_id_has_the_hash_of_an_answered_id_is_still_answered(
+async def test_a_request_whose_id_has_the_same_hash_as_an_answered_id_is_executed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answered_ids, "_hash", lambda _: 7)
@@ -679,7 +679,7 @@ async def test_a_request_whose_id_has_the_hash_of_an_answered_id_is_still_answer
     assert isinstance(await world.ask(Append(id="b", text="two")), Appended)
 
 
-async def test_a_close_that_cancels_ends_the_running_and_the_waiting_request_before_it(
+async def test_a_close_with_cancel_ends_the_running_and_the_waiting_requests_before_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = held_up(world, monkeypatch)
@@ -695,7 +695,7 @@ async def test_a_close_that_cancels_ends_the_running_and_the_waiting_request_bef
 
 
 @pytest.mark.parametrize("is_read", [True, False])
-async def test_a_close_that_cancels_ends_the_request_whose_page_of_the_log_is_being_read(
+async def test_a_close_with_cancel_also_ends_a_request_whose_log_page_is_being_read(
     world: World, monkeypatch: pytest.MonkeyPatch, is_read: bool
 ) -> None:
     """With `is_read` the session's log was read before."""
@@ -716,7 +716,7 @@ async def test_a_close_that_cancels_ends_the_request_whose_page_of_the_log_is_be
 
 
 @pytest.mark.parametrize("was_read", [False, True])
-async def test_a_result_whose_request_leaves_the_queue_between_two_reads_of_the_log_is_not_missed(
+async def test_reading_the_log_includes_a_result_whose_request_is_removed_between_two_reads(
     world: World, monkeypatch: pytest.MonkeyPatch, was_read: bool
 ) -> None:
     """Another worker answers the request, and a later one comes, while this worker reads the log."""

@@ -83,7 +83,7 @@ async def returned(wire: Wire, num: int) -> None:
     await until(lambda: wire.worker.app._parts.intake.num_returned >= num)
 
 
-async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in_the_log(
+async def test_a_worker_that_joins_answers_a_part_of_the_many_requests_that_wait_in_the_log(
     cluster: Start,
 ) -> None:
     """A worker at its limit returns further requests, and no attempt is noted for them."""
@@ -107,7 +107,7 @@ async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in
 
 
 @pytest.mark.real
-async def test_a_request_redelivered_while_its_owner_is_being_looked_up_does_not_count_as_a_crash(
+async def test_a_request_redelivered_while_its_sessions_owner_is_looked_up_is_not_counted_as_a_crash(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile the other worker ends. As if this one had been asleep."""
@@ -148,7 +148,7 @@ async def two(wire: Start) -> tuple[Wire, Wire]:
     return first, second
 
 
-async def test_a_busy_worker_that_reports_its_sessions_late_is_not_taken_for_idle(
+async def test_a_worker_that_is_slow_to_report_its_active_sessions_is_still_counted_as_serving_them(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a worker that was paused goes on too, and a request that has crashed nobody is given up."""
@@ -188,7 +188,9 @@ async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(
     assert second.worker.app._parts.intake.num_sessions == 0
 
 
-async def test_a_draining_worker_hands_each_session_over_between_two_requests(wire: Start) -> None:
+async def test_a_draining_worker_hands_each_session_over_to_another_worker_between_two_requests(
+    wire: Start,
+) -> None:
     first, second = await two(wire)
     names = SESSIONS[:16]
 
@@ -226,7 +228,7 @@ async def test_a_draining_worker_hands_each_session_over_between_two_requests(wi
 
 
 @pytest.mark.parametrize("name", ["s", "not~a~name"])
-async def test_a_malformed_forwarded_request_does_not_stop_the_worker_that_receives_it(
+async def test_a_worker_that_receives_a_malformed_forwarded_request_from_another_worker_keeps_serving(
     quiet_wire: Start, name: str
 ) -> None:
     """A tenant may send requests to subjects whose session name is not valid."""

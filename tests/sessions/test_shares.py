@@ -92,7 +92,7 @@ async def crowd() -> AsyncIterator[Crowd]:
     await asyncio.gather(*made.tasks.values(), return_exceptions=True)
 
 
-async def test_a_flooding_tenant_has_few_active_sessions_until_other_tenants_are_gone_for_a_while() -> None:
+async def test_a_flooding_tenant_gets_few_active_sessions_until_other_tenants_are_gone_for_a_while() -> None:
     async with crowd() as one:
         await one.flood("loud")
         assert one.num("loud") == MOST
@@ -114,7 +114,7 @@ async def test_a_flooding_tenant_has_few_active_sessions_until_other_tenants_are
         assert one.num("loud") == MOST
 
 
-async def test_a_flooding_tenant_has_few_active_sessions_as_long_as_another_tenants_session_works() -> None:
+async def test_a_flooding_tenant_gets_few_active_sessions_while_another_tenants_session_is_active() -> None:
     async with crowd() as one:
         await one.come("quiet", "s")
         await one.flood("loud")
@@ -126,7 +126,7 @@ async def test_a_flooding_tenant_has_few_active_sessions_as_long_as_another_tena
         assert one.num("loud") == ROWS // 4
 
 
-async def test_a_tenant_floods_until_none_of_its_sessions_waits() -> None:
+async def test_a_tenant_is_treated_as_flooding_until_none_of_its_sessions_waits_for_a_slot() -> None:
     async with crowd() as one:
         await one.flood("a")
         await one.flood("b")
@@ -140,7 +140,7 @@ async def test_a_tenant_floods_until_none_of_its_sessions_waits() -> None:
         assert (one.num("a"), one.num("b")) == (MOST // 2, MOST // 2 - 1)  # all of a's are active
 
 
-async def test_two_flooding_tenants_share_the_device_equally() -> None:
+async def test_two_flooding_tenants_get_equal_numbers_of_active_sessions() -> None:
     async with crowd() as one:
         await one.flood("a")
         await one.flood("b")
@@ -151,7 +151,9 @@ async def test_two_flooding_tenants_share_the_device_equally() -> None:
             assert one.num(tenant) == MOST // 2
 
 
-async def test_during_a_flood_of_long_answers_a_few_additional_slots_are_for_short_answers() -> None:
+async def test_during_a_flood_of_long_answers_a_quarter_more_sessions_with_short_answers_are_admitted() -> (
+    None
+):
     async with crowd() as one:
         await one.flood("loud")
         await one.come("loud", *(f"short{number}" for number in range(FLOOD)), max_new=3)
@@ -164,7 +166,7 @@ async def test_during_a_flood_of_long_answers_a_few_additional_slots_are_for_sho
 
 
 @pytest.mark.parametrize(("after_s", "next_one"), [(1.0, f"short{MOST // 4}"), (100.0, f"s{MOST}")])
-async def test_a_long_answer_waits_behind_short_ones_only_for_a_limited_time(
+async def test_a_session_with_a_long_answer_waits_behind_short_answers_only_for_a_limited_time(
     after_s: float, next_one: str
 ) -> None:
     async with crowd() as one:
@@ -175,7 +177,7 @@ async def test_a_long_answer_waits_behind_short_ones_only_for_a_limited_time(
         assert one.came_in[MOST + MOST // 4] == next_one
 
 
-async def test_a_tenants_waiting_session_with_a_higher_priority_becomes_active_first() -> None:
+async def test_of_a_tenants_waiting_sessions_the_one_with_the_highest_priority_becomes_active_first() -> None:
     async with crowd() as one:
         await one.flood("loud")
         await one.come("loud", "later")
@@ -184,7 +186,7 @@ async def test_a_tenants_waiting_session_with_a_higher_priority_becomes_active_f
         assert one.came_in[-1] == "important"
 
 
-async def test_sessions_admitted_at_once_exceed_a_tenants_limit_only_until_others_of_the_tenant_end() -> None:
+async def test_a_tenant_with_sessions_beyond_its_limit_gets_no_further_slot_until_enough_have_ended() -> None:
     async with crowd() as one:
         await one.flood("loud")
         one.shares.admit(SessionKey("loud", f"s{MOST + 9}"))
@@ -198,7 +200,7 @@ async def test_sessions_admitted_at_once_exceed_a_tenants_limit_only_until_other
         assert one.num("loud") == MOST
 
 
-async def test_a_session_cancelled_just_as_it_becomes_active_passes_its_slot_to_the_next() -> None:
+async def test_a_session_cancelled_just_as_it_becomes_active_passes_its_slot_to_the_next_session() -> None:
     async with crowd() as one:
         await one.flood("loud")
         first_waiting = one.tasks["loud", f"s{MOST}"]
@@ -210,7 +212,7 @@ async def test_a_session_cancelled_just_as_it_becomes_active_passes_its_slot_to_
         assert one.num("loud") == MOST
 
 
-async def test_a_session_that_becomes_active_at_its_deadline_counts_and_leaves_no_additional_slot() -> None:
+async def test_a_session_that_becomes_active_at_its_deadline_counts_against_the_limit_of_its_tenant() -> None:
     async with crowd() as one:
         await one.flood("loud")
         await one.come("loud", "late", most_s=0.0)
@@ -219,7 +221,7 @@ async def test_a_session_that_becomes_active_at_its_deadline_counts_and_leaves_n
         assert one.num("loud") == MOST
 
 
-async def test_waiting_sessions_fail_at_once_when_the_worker_stops() -> None:
+async def test_sessions_that_wait_for_a_slot_fail_at_once_when_the_worker_stops() -> None:
     async with crowd() as one:
         await one.flood("loud")
         one.shares.stop()
@@ -255,7 +257,7 @@ async def talk(worker: LocalWorker, tenant: str) -> Any:
         return answer
 
 
-async def test_the_first_tenants_have_their_own_metrics_and_all_others_are_counted_together(
+async def test_the_first_tenants_have_metrics_of_their_own_and_all_later_tenants_are_counted_together(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     worker = await local_worker(tenants=TenantLimits(metrics=2))
@@ -272,7 +274,7 @@ async def test_the_first_tenants_have_their_own_metrics_and_all_others_are_count
     assert found.sessions == {"acme": 0, "beta": 0}
 
 
-async def test_metrics_by_tenant_count_restored_tokens_and_active_sessions(
+async def test_metrics_by_tenant_include_restored_tokens_and_active_sessions(
     local_worker: Callable[..., Awaitable[LocalWorker]], endless_model: Any
 ) -> None:
     worker = await local_worker(tenants=TenantLimits(metrics=2), model=str(endless_model))
@@ -287,7 +289,7 @@ async def test_metrics_by_tenant_count_restored_tokens_and_active_sessions(
     await answer.cancel()
 
 
-async def test_metrics_name_no_tenant_unless_the_setting_for_metrics_by_tenant_is_on(
+async def test_metrics_contain_no_tenant_names_unless_the_setting_for_metrics_by_tenant_is_on(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     worker = await local_worker()

@@ -62,7 +62,9 @@ async def client(local_worker: Callable[..., Awaitable[Any]]) -> Client:
     return client
 
 
-async def test_an_answer_in_the_format_of_a_python_type_is_parsed_into_it(client: Client) -> None:
+async def test_an_answer_requested_in_the_format_of_a_python_type_is_parsed_into_that_type(
+    client: Client,
+) -> None:
     messages = question("Who wrote Hamlet, and how old did the writer get?")
 
     async def answered(kind: type, max_tokens: int) -> Any:
@@ -102,7 +104,7 @@ async def test_an_answer_in_the_format_of_a_python_type_is_parsed_into_it(client
         ),
     ],
 )
-async def test_a_random_model_answers_in_the_given_regex_grammar_choice_or_schema(
+async def test_a_model_with_random_weights_answers_in_the_requested_regex_grammar_choice_or_json_schema(
     client: Client, asked: dict[str, Any], expected: str
 ) -> None:
     """Greedy, sampled, and with more min_tokens than the format allows; the tokenizer is byte-level."""
@@ -115,7 +117,7 @@ async def test_a_random_model_answers_in_the_given_regex_grammar_choice_or_schem
         assert re.fullmatch(expected, answer.text)
 
 
-async def test_logit_bias_penalties_and_stop_strings_apply_to_the_tokens_that_the_format_allows(
+async def test_logit_bias_penalties_and_stop_strings_apply_to_the_tokens_that_a_response_format_allows(
     client: Client,
 ) -> None:
     one = {"type": "regex", "regex": "[abc]{6}"}
@@ -137,7 +139,9 @@ async def test_logit_bias_penalties_and_stop_strings_apply_to_the_tokens_that_th
     assert (stopped.text, stopped.finish_reason) == ("", "stop")
 
 
-async def test_a_format_that_cannot_be_enforced_is_refused_and_adds_nothing(client: Client) -> None:
+async def test_a_request_with_a_response_format_that_cannot_be_enforced_is_refused_and_adds_nothing(
+    client: Client,
+) -> None:
     """`tests/model/test_grammar.py` has all kinds."""
     session = client.session("s")
     await session.append(text="before")
@@ -153,14 +157,14 @@ async def test_a_format_that_cannot_be_enforced_is_refused_and_adds_nothing(clie
         assert (await session.info()).position == len("before")
 
 
-async def test_ignore_eos_with_a_format_is_refused(client: Client) -> None:
+async def test_a_request_with_both_ignore_eos_and_a_response_format_is_refused(client: Client) -> None:
     options: dict[str, Any] = {"text": "x", "ignore_eos": True, "max_tokens": 3}
     with pytest.raises(InvalidMessageError, match="ignore_eos without a response_format only"):
         client.session("s").generate(**options, response_format={"type": "json_object"})
     assert (await client.session("s").generate(**options, response_format={"type": "text"})).text
 
 
-async def test_formats_are_refused_without_llguidance_and_by_a_model_without_an_end_token(
+async def test_response_formats_are_refused_without_llguidance_and_by_models_without_an_end_token(
     client: Client, monkeypatch: pytest.MonkeyPatch, local_worker: Any, endless_model: Path, tmp_path: Path
 ) -> None:
     asked = {"type": "regex", "regex": "a+"}

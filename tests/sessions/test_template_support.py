@@ -226,7 +226,7 @@ def test_the_text_of_every_message_is_in_the_prompt_under_every_chat_template(
 
 
 @pytest.mark.parametrize("name", ["lists", "refusing", "question", "ids", "mistral"])
-async def test_a_session_renders_all_messages_however_they_are_split_into_requests(
+async def test_the_prompt_contains_all_messages_however_they_are_split_into_requests(
     tokenizers: dict[str, Tokenizer], name: str
 ) -> None:
     draw, tokenizer = random.Random(name), tokenizers[name]
@@ -254,14 +254,14 @@ async def test_a_session_renders_all_messages_however_they_are_split_into_reques
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "developer"])
-def test_a_developer_message_is_rendered_as_system_if_the_template_has_no_developer_role(
+def test_a_developer_message_is_rendered_as_system_if_the_chat_template_has_no_developer_role(
     tokenizers: dict[str, Tokenizer], name: str
 ) -> None:
     by_developer = prompt(tokenizers[name], say("developer", "told"), ASKED)
     assert by_developer == prompt(tokenizers[name], say("system", "told"), ASKED)
 
 
-def test_a_call_and_its_result_get_the_same_id_if_the_template_requires_nine_characters(
+def test_a_tool_call_and_its_result_get_the_same_id_if_the_chat_template_requires_nine_characters(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     (_, calling, found, *_) = tokenizers["ids"].adapted(CONVERSATIONS["ids of any length"], None, Counter())
@@ -305,7 +305,7 @@ AS_CALL = '<tool_call>\n{"name": "f", "arguments": broken-argument {}\n</tool_ca
         ("lists", [ASKED, ANSWERED], {}, "User: asked<|im_end|>\n<|im_start|>Assistant: answered"),
     ],
 )
-def test_each_kind_of_message_adaptation_is_counted_and_rendered(
+def test_each_adaptation_of_messages_to_a_chat_template_is_rendered_and_counted_by_its_name(
     tokenizers: dict[str, Tokenizer],
     name: str,
     messages: list[dict[str, Any]],
@@ -318,7 +318,7 @@ def test_each_kind_of_message_adaptation_is_counted_and_rendered(
     assert said in prompt(tokenizers[name], *messages)
 
 
-def test_a_user_message_that_follows_one_of_an_earlier_request_is_noted_as_joined(
+def test_a_user_message_after_a_user_message_of_an_earlier_request_is_counted_as_joined(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     noted = Counter[str]()
@@ -326,13 +326,15 @@ def test_a_user_message_that_follows_one_of_an_earlier_request_is_noted_as_joine
     assert noted == {"user and user in a row joined": 1}
 
 
-def test_a_template_that_renders_all_other_kinds_needs_only_developer_messages_adapted(
+def test_only_developer_messages_are_adapted_for_a_chat_template_that_renders_all_other_kinds(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     assert tokenizers["with_tools"].support == TemplateSupport(developer=False)
 
 
-def test_the_adaptations_for_a_template_are_listed_in_words(tokenizers: dict[str, Tokenizer]) -> None:
+def test_for_each_chat_template_the_list_of_message_adaptations_has_the_expected_descriptions(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
     assert tokenizers["silent"].support.in_words() == ["developer as system", "tool results as user messages"]
     lists = ["contents as lists of parts", "developer as system", "calls as text"]
     assert tokenizers["lists"].support.in_words() == lists

@@ -166,7 +166,7 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Se
     ).removesuffix("\n")
 
 
-async def test_tools_in_a_request_replace_the_sessions_tools_and_an_empty_list_removes_them(
+async def test_the_tools_of_a_request_replace_the_sessions_tools_and_an_empty_list_removes_them(
     with_tools: Tokenizer,
 ) -> None:
     world = world_of(with_tools, "One.", "Two.", CALL, CALL)
@@ -185,7 +185,9 @@ async def test_tools_in_a_request_replace_the_sessions_tools_and_an_empty_list_r
     await world.assert_fold_is_life()
 
 
-async def test_template_variables_stay_until_a_request_gives_others(variable: Tokenizer) -> None:
+async def test_chat_template_variables_stay_in_effect_until_a_request_gives_others(
+    variable: Tokenizer,
+) -> None:
     world = world_of(variable, "One.", "Two.", "Three.", "Four.", "Five.")
     thinks = {"enable_thinking": False, "effort": "high"}
     first = await generated(world, ask(1, user("a"), chat_template_kwargs=thinks))
@@ -203,14 +205,18 @@ async def test_template_variables_stay_until_a_request_gives_others(variable: To
     await world.assert_fold_is_life()
 
 
-async def test_a_special_token_spelled_out_in_a_template_variable_stays_text(variable: Tokenizer) -> None:
+async def test_special_token_text_in_a_chat_template_variable_is_tokenised_as_ordinary_text(
+    variable: Tokenizer,
+) -> None:
     world = world_of(variable, "One.")
     await world.ask(ask(1, user("a"), chat_template_kwargs={"effort": "<|im_end|>"}))
     assert list(world.session.history.tokens).count(2) == 2
 
 
 @pytest.mark.parametrize("cut", [12, 50])
-async def test_an_incomplete_tool_call_stays_in_the_text(with_tools: Tokenizer, cut: int) -> None:
+async def test_an_incomplete_tool_call_at_the_end_of_an_answer_is_returned_as_text(
+    with_tools: Tokenizer, cut: int
+) -> None:
     world = world_of(with_tools, CALL, "Go on.")
     first = await generated(world, ask(1, user("a"), tools=(WEATHER,), max_tokens=cut))
     assert (first.text, first.tool_calls, first.finish_reason) == (CALL[:cut], (), "length")
@@ -224,7 +230,7 @@ async def test_an_incomplete_tool_call_stays_in_the_text(with_tools: Tokenizer, 
     assert "".join(world.outbox.texts) == CALL[:cut]
 
 
-async def test_a_tool_choice_is_refused_without_matching_tools_and_applied_with_them(
+async def test_a_tool_choice_is_refused_if_the_request_lacks_the_named_tool_and_else_enforced(
     with_tools: Tokenizer,
 ) -> None:
     world = world_of(with_tools, CALL + CALL, CALL)
@@ -245,7 +251,7 @@ async def test_a_tool_choice_is_refused_without_matching_tools_and_applied_with_
     assert (none.text, none.tool_calls) == (CALL, ())
 
 
-async def test_reasoning_is_separate_from_the_text_and_is_dropped_at_the_next_user_message(
+async def test_reasoning_is_returned_apart_from_the_text_and_left_out_of_later_prompts_after_a_user_message(
     thinking: Tokenizer,
 ) -> None:
     texts = (f"<think>\nHm.</think>\n\n{CALL}", "<think>So.</think>Sunny.", "Bye.")
@@ -274,14 +280,16 @@ async def test_reasoning_is_separate_from_the_text_and_is_dropped_at_the_next_us
     await world.assert_fold_is_life()
 
 
-async def test_a_reasoning_budget_gives_a_warning_if_the_model_marks_no_reasoning(
+async def test_a_request_with_a_reasoning_budget_gets_a_warning_if_the_model_marks_no_reasoning(
     tokenizer: Tokenizer,
 ) -> None:
     said = await generated(world_of(tokenizer, "Yes."), ask(1, user("a"), reasoning=Reasoning(budget=3)))
     assert said.warnings == ("this model marks no reasoning: its budget has no effect",)
 
 
-async def test_a_template_that_knows_no_tools_gets_them_in_a_system_message(tokenizer: Tokenizer) -> None:
+async def test_a_chat_template_without_tool_support_gets_the_tools_in_a_system_message(
+    tokenizer: Tokenizer,
+) -> None:
     world = world_of(tokenizer, CALL, "Sunny.")
     first = await generated(world, ask(1, user("Weather?"), tools=(WEATHER,)))
     assert [one.function.name for one in first.tool_calls] == ["weather"]
@@ -294,7 +302,9 @@ async def test_a_template_that_knows_no_tools_gets_them_in_a_system_message(toke
     await world.assert_fold_is_life()
 
 
-async def test_special_tokens_spelled_out_in_a_tools_definition_stay_text(with_tools: Tokenizer) -> None:
+async def test_special_token_text_in_a_tool_definition_is_tokenised_as_ordinary_text(
+    with_tools: Tokenizer,
+) -> None:
     world = world_of(with_tools, "Yes.")
     evil = Tool(
         function=ToolFunction(
@@ -307,7 +317,9 @@ async def test_special_tokens_spelled_out_in_a_tools_definition_stay_text(with_t
     assert [tokens.count(token) for token in special] == [3, 3]
 
 
-async def test_the_template_gets_tools_with_their_keys_in_the_order_sent(with_tools: Tokenizer) -> None:
+async def test_the_chat_template_gets_tools_with_their_json_keys_in_the_order_sent(
+    with_tools: Tokenizer,
+) -> None:
     sent = [
         '{"type": "function", "function": {"name": "a", "description": "A", "parameters": {"z": 1}}}',
         '{"function": {"parameters": {"type": "object"}, "name": "b"}, "type": "function"}',
@@ -320,7 +332,7 @@ async def test_the_template_gets_tools_with_their_keys_in_the_order_sent(with_to
 
 
 @pytest.mark.parametrize("depth", [200, 480, 900, 20_000])
-async def test_deeply_nested_call_arguments_and_tool_schemas_are_rendered_or_refused(
+async def test_deeply_nested_tool_call_arguments_and_tool_schemas_are_rendered_or_refused_without_a_crash(
     with_tools: Tokenizer, depth: int
 ) -> None:
     world = world_of(with_tools, "Yes.", "Yes.")
@@ -340,7 +352,7 @@ async def test_deeply_nested_call_arguments_and_tool_schemas_are_rendered_or_ref
 
 
 @pytest.mark.parametrize("half", ["\\udc00", "\\ud83d", "a\\ud800b"])
-async def test_half_a_character_in_the_arguments_of_a_call_is_rendered_as_a_replacement_character(
+async def test_an_unpaired_surrogate_in_tool_call_arguments_is_rendered_as_a_replacement_character(
     with_tools: Tokenizer, half: str
 ) -> None:
     """Models write such escapes when they cut an emoji, and clients send the calls again."""
@@ -354,7 +366,9 @@ async def test_half_a_character_in_the_arguments_of_a_call_is_rendered_as_a_repl
     await world.assert_fold_is_life()
 
 
-async def test_a_prefix_without_reasoning_begins_harmonys_final_channel(harmony: Tokenizer) -> None:
+async def test_an_answer_prefix_without_reasoning_begins_in_the_final_channel_of_the_harmony_format(
+    harmony: Tokenizer,
+) -> None:
     world = world_of(harmony, "sunny.", " or not.", "<|channel|>final<|message|>Yes.")
     none = Reasoning(budget=0)
     result = await generated(world, ask(1, user("Weather?"), prefix="It is ", reasoning=none))
@@ -390,7 +404,7 @@ def oss(model_with_template: Callable[[str, str], Path], harmony: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("keep", [True, False])
-async def test_a_harmony_session_continues_after_an_answer_of_several_messages(
+async def test_a_harmony_session_continues_after_an_answer_with_reasoning_and_final_messages(
     oss: Tokenizer, keep: bool
 ) -> None:
     world = world_of(oss, THOUGHT + SAID, THOUGHT + TO_WEATHER, SAID, SAID)
@@ -425,7 +439,7 @@ OSS_CALLS = """
 {%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}{# tools #}"""
 
 
-async def test_a_result_of_a_harmony_call_is_rendered_by_the_template_and_not_as_a_users_message(
+async def test_the_result_of_a_harmony_tool_call_is_rendered_as_a_tool_message_and_not_as_a_user_message(
     packaged_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The calls stay as they were sampled, also once later messages follow."""
@@ -453,7 +467,7 @@ async def test_a_result_of_a_harmony_call_is_rendered_by_the_template_and_not_as
 
 
 @pytest.mark.parametrize("said", ["final", "final json", "final <|constrain|>json"])
-async def test_a_format_applies_to_a_harmony_answer_whether_or_not_its_header_names_the_format(
+async def test_a_response_format_is_enforced_in_a_harmony_answer_whether_or_not_its_header_names_the_format(
     oss: Tokenizer, said: str
 ) -> None:
     """Otherwise the format would wait for its header until `max_tokens`."""
@@ -470,7 +484,7 @@ async def test_a_format_applies_to_a_harmony_answer_whether_or_not_its_header_na
         assert oss.decode(np.flatnonzero(bits).tolist()) == allowed
 
 
-async def test_a_reasoning_budget_ends_the_reasoning_of_a_harmony_answer_but_never_a_call(
+async def test_a_reasoning_budget_ends_the_reasoning_of_a_harmony_answer_but_never_a_tool_call(
     oss: Tokenizer,
 ) -> None:
     text = THOUGHT.replace("Hm.", "H") + TO_WEATHER
@@ -486,7 +500,9 @@ async def test_a_reasoning_budget_ends_the_reasoning_of_a_harmony_answer_but_nev
     assert oss.decode(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()) == "<"
 
 
-async def test_a_continued_harmony_answer_is_split_like_an_uninterrupted_one(oss: Tokenizer) -> None:
+async def test_a_continued_harmony_answer_has_the_same_text_reasoning_and_calls_as_an_uninterrupted_one(
+    oss: Tokenizer,
+) -> None:
     whole = THOUGHT + SAID + " And so on."
     for cut in (cut for cut in range(1, len(whole), 3) if "<" not in whole[:cut].rpartition("|>")[2]):
         world = world_of(oss, whole, whole[cut:])
@@ -502,7 +518,9 @@ async def test_a_continued_harmony_answer_is_split_like_an_uninterrupted_one(oss
 OTHER = CALL.replace("Rome", "Oslo")
 
 
-async def test_a_tool_named_in_tool_choice_is_called_once(with_tools: Tokenizer) -> None:
+async def test_a_request_whose_tool_choice_names_a_tool_gets_exactly_one_call_of_that_tool(
+    with_tools: Tokenizer,
+) -> None:
     world = world_of(with_tools, CALL + OTHER + OTHER)
     named = NamedTool(function=_ChosenFunction(name="weather"))
     one = await generated(world, ask(1, user("a"), tools=(WEATHER, CLOCK), tool_choice=named))
@@ -510,7 +528,7 @@ async def test_a_tool_named_in_tool_choice_is_called_once(with_tools: Tokenizer)
     assert (one.text, one.finish_reason) == ("", "tool_calls")
 
 
-async def test_a_call_of_a_tool_that_tool_choice_does_not_name_stays_text_and_counts_as_malformed(
+async def test_a_call_of_a_tool_not_named_by_tool_choice_is_returned_as_text_and_reported_as_malformed(
     with_tools: Tokenizer,
 ) -> None:
     named = NamedTool(function=_ChosenFunction(name="clock"))
@@ -519,7 +537,7 @@ async def test_a_call_of_a_tool_that_tool_choice_does_not_name_stays_text_and_co
     assert (one.text, one.tool_calls, one.finish_reason) == (CALL, (), "tool_calls_malformed")
 
 
-async def test_an_answer_under_tool_choice_required_ends_when_it_repeats_a_call(
+async def test_an_answer_under_tool_choice_required_ends_before_a_repetition_of_its_last_call(
     with_tools: Tokenizer,
 ) -> None:
     text = f"{CALL}\n{OTHER}\n{OTHER}\n{OTHER}\n{CALL}"
@@ -582,7 +600,7 @@ async def context_after(templated: Tokenizer, num_turns: int, groups: str) -> li
 
 
 @pytest.mark.parametrize(("came", "num_turns"), [("cab", 0), ("c b a", 0), ("bc a", 30), ("c a", 0)])
-async def test_the_model_gets_tool_results_in_the_order_of_their_calls_whatever_order_they_came_in(
+async def test_the_prompt_has_tool_results_in_the_order_of_their_calls_whatever_order_they_were_sent_in(
     templated: Tokenizer, came: str, num_turns: int
 ) -> None:
     in_order = "".join(sorted(came.replace(" ", "")))
@@ -591,7 +609,7 @@ async def test_the_model_gets_tool_results_in_the_order_of_their_calls_whatever_
     )
 
 
-async def test_a_tool_result_belongs_to_the_last_call_with_its_id(templated: Tokenizer) -> None:
+async def test_a_tool_result_is_assigned_to_the_last_tool_call_with_its_id(templated: Tokenizer) -> None:
     """In the second answer the ids are in another order; in the third both calls have the same id."""
 
     async def context(*told: Message) -> list[int]:
@@ -613,7 +631,7 @@ async def test_a_tool_result_belongs_to_the_last_call_with_its_id(templated: Tok
     assert await context(*flat(backwards=True)) == await context(*flat(backwards=False))
 
 
-async def test_a_tool_result_that_answers_no_call_of_the_last_answer_keeps_its_place(
+async def test_a_tool_result_without_a_matching_call_in_the_last_answer_keeps_its_place_in_the_prompt(
     templated: Tokenizer,
 ) -> None:
     world = world_of(templated, "Fine.")
@@ -710,7 +728,7 @@ def told(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
-async def test_each_prompt_is_the_whole_conversation_as_rendered_and_keeps_the_tokens_before_a_change(
+async def test_each_prompt_equals_the_rendered_conversation_and_reuses_all_tokens_before_the_first_change(
     kind: str, of_kind: Tokenizer, *, keep: bool
 ) -> None:
     thought = "" if kind == "gemma3" else "<think>\nHm.\n</think>\n\n"

@@ -75,7 +75,7 @@ async def random(
     return client
 
 
-async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_and_a_strict_one_is_refused(
+async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_or_if_strict_an_error(
     random: Client,
 ) -> None:
     odd: dict[str, Any] = json.loads(json.dumps(WEATHER))
@@ -122,7 +122,7 @@ def model_with_tokens(folder: Path, template: str, *tokens: str, special: bool =
     return folder
 
 
-async def test_reasoning_ends_at_its_budget_and_the_format_applies_after_it(
+async def test_reasoning_ends_at_its_token_budget_and_the_response_format_applies_to_the_text_after_it(
     local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
 ) -> None:
     client = (await local_worker(model=str(thinking_model))).client
@@ -141,7 +141,7 @@ async def test_reasoning_ends_at_its_budget_and_the_format_applies_after_it(
         assert "".join(chunk.text for chunk in chunks) == result.text
 
 
-async def test_an_answer_prefix_belongs_to_the_reasoning_that_the_template_opens_unless_the_budget_is_0(
+async def test_an_answer_prefix_continues_the_templates_open_reasoning_unless_the_reasoning_budget_is_0(
     local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
 ) -> None:
     client = (await local_worker(model=str(thinking_model))).client
@@ -159,7 +159,7 @@ async def test_an_answer_prefix_belongs_to_the_reasoning_that_the_template_opens
     assert (inside.text, inside.prefix_tokens) == ("", len("So"))
 
 
-async def test_an_answer_with_a_format_does_not_end_within_its_reasoning(
+async def test_an_answer_with_a_response_format_does_not_end_inside_its_reasoning(
     local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
 ) -> None:
     session = (await local_worker(model=str(thinking_model))).client.session("s")
@@ -170,7 +170,7 @@ async def test_an_answer_with_a_format_does_not_end_within_its_reasoning(
     assert one.text in ("yes", "no")
 
 
-async def test_a_forced_harmony_call_follows_the_reasoning_even_after_a_restart_in_between(
+async def test_a_forced_harmony_tool_call_follows_the_reasoning_even_if_the_worker_restarts_in_between(
     local_worker: Callable[..., Awaitable[Any]], harmony_model: Path
 ) -> None:
     asked: dict[str, Any] = {
@@ -202,7 +202,7 @@ async def test_a_forced_harmony_call_follows_the_reasoning_even_after_a_restart_
     assert joined(chunks) == [(call.id, call.function.name, call.function.arguments)]
 
 
-async def test_run_tools_calls_the_functions_and_sends_their_results_and_errors_to_the_session(
+async def test_the_clients_run_tools_calls_the_functions_and_sends_their_results_and_errors_to_the_session(
     random: Client,
 ) -> None:
     asked: list[Any] = []
@@ -234,7 +234,7 @@ async def test_run_tools_calls_the_functions_and_sends_their_results_and_errors_
         await run_tools(random.session("s"), {}, messages=user("x"), tools=[CLOCK])
 
 
-async def test_run_tools_refuses_an_id_too_long_for_its_last_step_before_it_sends_anything(
+async def test_the_clients_run_tools_refuses_a_request_id_too_long_for_its_last_step_and_sends_nothing(
     random: Client,
 ) -> None:
     functions: dict[str, Any] = {"clock": lambda: pytest.fail("its effect could not be undone")}
@@ -299,7 +299,9 @@ def asked(request_id: str, **more: Any) -> dict[str, Any]:
     return generate(request_id, messages=[{"role": "user", "content": "x"}], **more)
 
 
-async def test_excessive_tools_or_stop_strings_are_refused_while_another_answer_goes_on(served: Wire) -> None:
+async def test_excessive_tools_or_stop_strings_are_refused_while_a_concurrent_answer_continues(
+    served: Wire,
+) -> None:
     expected = await served.send("alone", generate("l", **LONG))
     running = await served.publish("r", generate("l", **LONG))
     for number, (more, says) in enumerate(REFUSED):
@@ -310,7 +312,7 @@ async def test_excessive_tools_or_stop_strings_are_refused_while_another_answer_
     assert (await served.result(running))["tokens"] == expected["tokens"]
 
 
-async def test_the_arguments_of_other_tools_fit_their_schemas_although_one_schema_cannot_be_enforced(
+async def test_the_arguments_of_other_tools_are_enforced_even_if_one_tool_schema_cannot_be_enforced(
     served: Wire,
 ) -> None:
     tools = [tool("deep", deep(300)), tool("pick", {"enum": [1, 2]})]
@@ -327,7 +329,7 @@ async def test_the_arguments_of_other_tools_fit_their_schemas_although_one_schem
     assert {one["x"] for one in picked} in ({1}, {2})
 
 
-async def test_a_tools_patterns_are_compiled_on_neither_the_event_loops_nor_the_devices_thread(
+async def test_regex_patterns_of_tool_schemas_are_compiled_outside_the_event_loop_and_device_threads(
     served: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, int] = {"loop": threading.get_ident()}

@@ -11,7 +11,7 @@ from tests.mutants import table
 from tests.simulation.played import simulate
 
 
-def test_the_report_of_a_failed_simulation_lists_the_few_actions_that_cause_it() -> None:
+def test_the_report_of_a_failed_simulation_lists_a_few_actions_that_reproduce_the_failure() -> None:
     mutation = ("--without", "no idempotency")
     _, said = simulate("21000", "--histories", "400", *mutation, "--first")
     (seed,) = re.findall(r"^seed (\d+):", said, re.MULTILINE)
@@ -30,7 +30,7 @@ TOGETHER = [PLAYED[number::9] for number in range(9)]
 
 @pytest.mark.timeout(1200)  # the removal of one of them shows in one history of 300
 @pytest.mark.parametrize("names", first(TOGETHER), ids=lambda names: f"{names[0]} and others")
-def test_the_simulation_finds_a_fault_if_one_of_the_listed_safeguards_of_the_program_is_removed(
+def test_the_simulation_finds_a_violation_if_any_listed_safeguard_of_the_program_is_removed(
     names: list[str],
 ) -> None:
     """Runs seeds until one fails. With the safeguards, no seed may fail: see `test_simulation`."""

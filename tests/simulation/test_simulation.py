@@ -35,7 +35,7 @@ HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "150")
 
 
 @pytest.mark.timeout(3600)
-def test_new_histories_of_the_simulation_break_no_invariant() -> None:
+def test_simulating_new_histories_of_requests_and_faults_breaks_no_invariant() -> None:
     """The seeds come from a digest of the code, so each change of the code runs new histories.
 
     Unchanged code runs the same ones again. To replay a failure, run `make simulate SEED=...`.
@@ -50,14 +50,14 @@ def test_new_histories_of_the_simulation_break_no_invariant() -> None:
     assert status == 0
 
 
-def test_a_finished_simulated_history_leaves_no_task_in_memory() -> None:
+def test_a_finished_simulated_history_leaves_no_asyncio_task_in_memory() -> None:
     for seed in (1009, 1028):  # their workers are killed with open scopes of anyio
         history.simulate(seed)
     gc.collect()
     assert not [one for one in gc.get_objects() if isinstance(one, _Task)]
 
 
-def test_a_worker_on_a_lagging_replica_does_not_rerun_a_request_that_a_dead_worker_answered() -> None:
+def test_a_worker_on_a_lagging_replica_does_not_run_again_a_request_that_a_dead_worker_answered() -> None:
     num_runs = 0
 
     async def main(history: History) -> None:
@@ -91,7 +91,7 @@ def test_a_worker_on_a_lagging_replica_does_not_rerun_a_request_that_a_dead_work
     assert num_runs == 8
 
 
-def test_a_request_that_leaves_the_queue_once_it_is_answered_does_not_count_as_removed(
+def test_a_client_does_not_report_an_answered_request_that_has_left_the_queue_as_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client that comes back for its answer has looked for the result before, and then for the request."""
@@ -118,7 +118,7 @@ def test_a_request_that_leaves_the_queue_once_it_is_answered_does_not_count_as_r
         run(loop, main(server))
 
 
-def test_a_log_is_not_read_from_a_lagging_replica_while_its_leader_is_silent() -> None:
+def test_while_the_leader_of_the_log_is_silent_the_log_is_not_read_from_a_lagging_replica() -> None:
     """For a client, an entry that it does not read is one that the log does not have."""
 
     async def main(server: Server) -> None:
@@ -148,7 +148,7 @@ def test_a_log_is_not_read_from_a_lagging_replica_while_its_leader_is_silent() -
         run(loop, main(server))
 
 
-def test_a_worker_that_saw_a_close_continues_an_answer_begun_by_a_worker_that_did_not_see_it(
+def test_an_answer_begun_by_a_worker_that_missed_a_close_is_continued_by_a_worker_that_saw_the_close(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The close is removed from the log, so the second worker begins a new session, answers, and dies."""
@@ -197,7 +197,7 @@ def test_a_worker_that_saw_a_close_continues_an_answer_begun_by_a_worker_that_di
             run(loop, main(history))
 
 
-def test_an_import_that_fails_once_its_entries_are_stored_leaves_no_session(
+def test_a_session_import_that_fails_after_its_entries_were_stored_leaves_no_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It removes them, as if the reply of the server had been lost."""
@@ -216,14 +216,14 @@ def test_an_import_that_fails_once_its_entries_are_stored_leaves_no_session(
     assert num_stored
 
 
-def test_the_simulated_histories_that_have_failed_before_pass() -> None:
+def test_simulated_histories_that_once_failed_break_no_invariant() -> None:
     seeds = (8100450, 8100518, 700054, 701771, 9001005, 10001516, 30000467, 4101331, 941006054, 3108359)
     status, said = simulate(*map(str, seeds), "--histories", "1")
     assert status == 0, said
     assert "10 histories" in said
 
 
-def test_request_ids_can_be_used_again_after_a_forget_of_a_session_that_a_newer_worker_answered() -> None:
+def test_request_ids_of_a_forgotten_session_that_a_newer_worker_had_answered_can_be_reused() -> None:
     plan = {"kinds": ("newer worker",), "num_faults": 5, "num_requests": 9, "num_clients": 3}
     plan |= {"num_visitors": 0, "num_sessions": 1, "sync_s": 0.0, "num_workers": 1}
     assert history.simulate(77, favoured=plan | {"weights": (10, 30, 10, 20, 5, 0)}).wrong == []
@@ -263,7 +263,7 @@ def test_the_end_of_a_simulation_closes_the_coroutines_that_a_killed_task_starts
         run(loop, main(Process(loop, "gateway")))
 
 
-def test_a_seed_gives_the_same_simulated_history_in_every_process() -> None:
+def test_the_same_seed_gives_the_same_simulated_history_in_every_process() -> None:
     (first, said), (second, again) = (simulate("5", "--histories", "8", "--traces") for _ in range(2))
     assert (first, second) == (0, 0)
     assert re.findall(r"trace \w+", said) == re.findall(r"trace \w+", again)

@@ -43,7 +43,7 @@ async def test_every_request_gets_exactly_one_result_under_random_faults_of_two_
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_answers_about_images_are_the_same_under_faults_as_without_faults(
+async def test_answers_about_images_are_the_same_with_and_without_faults_of_worker_and_server(
     tmp_path: Path,
 ) -> None:
     run, verdict = await campaign(
@@ -54,21 +54,23 @@ async def test_answers_about_images_are_the_same_under_faults_as_without_faults(
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_a_short_simulated_day_with_restarts_and_two_models_shows_no_faults(tmp_path: Path) -> None:
+async def test_a_short_soak_run_with_restarts_and_changes_of_the_model_answers_every_request_without_faults(
+    tmp_path: Path,
+) -> None:
     day, verdict = await play(tmp_path, requests=80, sessions=16, seed=1)
     assert (day.struck["restart"], day.struck["exchange"], len(day.rows)) == (2, 2, 10)
     assert verdict.answered == verdict.requests > 20
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_a_session_of_many_turns_is_answered_to_its_end_although_its_worker_is_killed(
+async def test_all_turns_of_a_long_session_are_answered_although_its_worker_is_killed(
     tmp_path: Path,
 ) -> None:
     rows = await converse(tmp_path, 20)
     assert [row.split()[0] for row in rows] == ["2", "a", *map(str, range(4, 21, 2)), "a"]
 
 
-async def test_no_restore_returns_wrong_kv_whatever_is_done_to_the_cache_files(tmp_path: Path) -> None:
+async def test_no_restore_returns_wrong_kv_after_random_damage_to_the_cache_files(tmp_path: Path) -> None:
     kinds = ("llama", "gemma3_text", "qwen3_next")
     verdict = await restore_campaign(tmp_path, restores=1200, seed=1, kinds=kinds)
     assert verdict.wrong == []
@@ -76,7 +78,7 @@ async def test_no_restore_returns_wrong_kv_whatever_is_done_to_the_cache_files(t
     assert len(verdict.put) == 7
 
 
-async def test_the_restore_campaign_notices_a_restore_of_wrong_kv(
+async def test_the_soak_program_for_restores_detects_a_restore_of_wrong_kv(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_OpenSnapshot, "check", lambda *_: None)  # a file may have any name
@@ -123,19 +125,29 @@ def told(seq: int, of: int, position: int = 1, **more: Any) -> SimpleNamespace:
             "internal",
         ),
     ],
+    ids=[
+        "acknowledged request is not in the log",
+        "request without result",
+        "two results of a request",
+        "result of no request",
+        "repeat with another position",
+        "reused id is not refused",
+        "result quotes another request",
+        "internal error",
+    ],
 )
-def test_the_oracle_finds_each_kind_of_fault_in_a_log(
+def test_the_soak_judge_finds_each_kind_of_fault_in_a_log(
     log: list[Any], acked: dict[int, Any], fault: str
 ) -> None:
     assert judge(log, acked).faults.most_common(1) == [(fault, 1)]
 
 
-def test_the_oracle_does_not_count_a_request_as_lost_if_its_result_still_quotes_it() -> None:
+def test_the_soak_judge_does_not_report_a_request_as_lost_if_its_result_still_contains_the_request() -> None:
     verdict = judge([told(2, 1, asked=having("a"))], {1: (KEY, asked(1).body)})
     assert (verdict.requests, verdict.answered, verdict.faults.total()) == (1, 1, 0)
 
 
-def test_the_oracle_counts_received_results_and_chunks_that_contradict_the_log() -> None:
+def test_the_soak_judge_reports_received_results_and_chunks_that_contradict_the_log() -> None:
     heard = Heard()
     heard.results[KEY, 1].append(told(2, 1, position=7).body)
     heard.chunks[KEY, "r1"].append(decode_chunk(b'{"i": 0, "tokens": [5], "text": "x", "seq": 1}'))
