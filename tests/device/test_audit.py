@@ -18,6 +18,7 @@ from tiny_models import BLOCK, answer, key, loaded
 
 from cache.admin.stored_blocks import StoredBlocks
 from cache.disk.codec import PLAIN
+from cache.names.blocks import Span
 from cache.names.tokens import as_tokens
 from worker.device.device import Device
 from worker.device.request import AuditedBlock, TurnRequest
@@ -112,6 +113,29 @@ async def test_the_kv_audit_quarantines_a_wrong_block_and_removes_all_later_bloc
         assert process.store.stats().stored == 2
         found, _, _ = await process.generate(PROMPT, 1, name="used" if is_used else "s")
         assert found.num_cached == 2 * BLOCK, "also the session's KV on the device is gone"
+
+
+async def test_the_kv_audit_skips_a_block_that_was_evicted_and_holds_no_snapshots_of_blocks_before_it(
+    make_model, open_process, monkeypatch
+) -> None:
+    model = make_model("llama")
+    await stored(open_process(model))
+    drawn = iter([0, 1, 1, 0, 1, 1])  # the first and the fourth of six blocks are audited
+    monkeypatch.setattr(audit.random, "randrange", lambda stop: next(drawn, 1))
+    async with auditing(open_process(model)) as process:
+        read = process.store.kv.block
+
+        async def evict_the_third_block_before_reading(chain: Any, tokens: Any, span: Span) -> Any:
+            if span.start:
+                await process.store.kv.condemn(
+                    chain, PROMPT[: 3 * BLOCK], Span(2 * BLOCK, 3 * BLOCK), "as if evicted"
+                )
+            return await read(chain, tokens, span)
+
+        monkeypatch.setattr(process.store.kv, "block", evict_the_third_block_before_reading)
+        await process.generate(PROMPT, 1)
+        await until(lambda: not process.engine._audit._noted)
+        assert await audited(process, 1) == 0
 
 
 @pytest.mark.parametrize("fault", ["the worker stops", "the disk fails"])
