@@ -260,9 +260,9 @@ async def test_a_text_completion_with_several_prompts_returns_the_answers_in_the
     """Each answer equals that of a request with this prompt alone; each prompt is counted once in `usage`."""
     more = {"model": "m", "max_tokens": 6, "seed": 3, "n": 2}
     create = served.openai.completions.create
-    alone = [await create(prompt=one, **more) for one in ("One", "Two", [65, 66, 67])]
+    alone = [await create(prompt=one, **more) for one in ("One", "Two more", [65, 66, 67])]
     texts = [choice.text for answer in alone for choice in answer.choices]
-    several = await create(prompt=["One", "Two"], **more)
+    several = await create(prompt=["One", "Two more"], **more)
     assert [choice.text for choice in several.choices] == texts[:4]
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
     assert several.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone[:2])
