@@ -70,8 +70,8 @@ simulate: $(STAMP) ## Play histories of worker and client in a world in memory (
 model: $(STAMP) ## Explore all interleavings of the protocol's model (tests/protocol_model): a minute or two
 	$(BIN)/python -P -m tests.protocol_model
 
-mutants: $(STAMP) ## Take guards away, one at a time: a test fails each time (K=cache; GONE=FILE: without these tests)
-	$(BIN)/python -P -m tests.mutants $(K) $(if $(GONE),--gone $(GONE))
+mutants: $(STAMP) ## Take guards away, one at a time: a test fails each time (K="part of a name"; GONE=FILE: without these tests)
+	$(BIN)/python -P -m tests.mutants $(if $(K),"$(K)") $(if $(GONE),--gone $(GONE))
 
 packaging: $(VENV)/tools/.set-up $(VENV)/docs/.set-up ## Test wheels, locks, site, deployment, pages and short benches; as root also full and failing disks
 	$(BIN)/python -m pytest -q --dist worksteal -n 2 -m '(packaging or mounts or registry) and not soak'
