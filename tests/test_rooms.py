@@ -199,7 +199,7 @@ def test_worker_sessions_imports_only_the_module_port_of_engine_and_the_module_r
     assert seen == {("engine", "port"), ("device", "request")}
 
 
-def test_the_worker_imports_nothing_of_the_cache_but_cache_names_cache_kv_and_cache_store():
+def test_the_worker_imports_only_the_parts_names_kv_and_store_of_the_package_cache():
     for path in sorted((ROOT / "worker").rglob("*.py")):
         seen = {name.split(".")[1] for name in imports(path) if name.startswith("cache.")}
         assert seen <= FACE, path
@@ -215,7 +215,7 @@ def test_only_three_command_modules_import_the_cache_and_only_its_modules_admin_
     assert {name: of for name, of in seen.items() if of} == expected
 
 
-def test_ops_imports_nothing_of_the_cache_but_the_package_cache_names() -> None:
+def test_ops_imports_only_the_part_names_of_the_package_cache() -> None:
     """So logs can be verified without MLX and without a cache."""
     paths = sorted((ROOT / "ops").rglob("*.py"))
     seen = {name for path in paths for name in imports(path) if name.startswith("cache.")}
@@ -332,7 +332,7 @@ def test_no_field_of_the_objects_that_carry_a_turn_between_threads_is_written_on
         assert kind != "Run" or max(map(len, by_field.values())) == 1, by_field
 
 
-def test_the_worker_package_engine_reads_only_the_request_and_the_plan_of_a_turn() -> None:
+def test_the_worker_package_engine_reads_only_the_fields_request_and_plan_of_a_turn() -> None:
     nodes = [node for path in (ROOT / "worker" / "engine").glob("*.py") for node in attributes(path)]
     read = {node.attr for node in nodes if ast.unparse(node.value).rpartition(".")[2] == "turn"}
     assert read == {"request", "plan"}

@@ -139,7 +139,7 @@ QUADRATIC = {
 
 
 @pytest.mark.parametrize("family", QUADRATIC)
-def test_searching_a_long_answer_of_call_markers_for_tool_calls_takes_little_cpu_time(family: str) -> None:
+def test_searching_a_long_answer_of_call_markers_for_tool_calls_takes_under_1_5_seconds(family: str) -> None:
     text = "".join(QUADRATIC[family])
     began_s = time.thread_time()
     assert outcome(splitter(family), [text])[0] == text

@@ -142,7 +142,7 @@ async def in_step(operator: Client, *streams: str, copies: int = 3) -> dict[str,
     return leaders
 
 
-async def test_an_answer_continues_when_the_nats_cluster_node_that_leads_the_log_stream_dies(
+async def test_an_answer_completes_when_the_nats_cluster_node_that_leads_the_log_stream_dies(
     nodes: Nodes, local_worker: Any, endless_model: Path
 ) -> None:
     operator = await nodes.operator()

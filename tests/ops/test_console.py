@@ -579,7 +579,7 @@ async def test_the_console_lists_models_and_only_a_console_that_is_not_read_only
     SHELF.pulled.clear()
 
 
-async def test_invalid_requests_to_the_console_are_refused_and_change_nothing_in_the_log(
+async def test_the_console_refuses_oversized_or_malformed_requests_and_adds_nothing_to_the_log(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -800,7 +800,7 @@ def test_the_console_page_contains_no_url_of_another_host_and_inserts_no_html() 
 
 
 @pytest.mark.parametrize("wrong", ["localhost", ":8080", "localhost:", "localhost:65536", "-1", "::1"])
-async def test_the_option_listen_refuses_an_invalid_address_and_shows_the_right_form(wrong: str) -> None:
+async def test_the_option_listen_refuses_an_incomplete_address_and_shows_the_right_form(wrong: str) -> None:
     done = await command("console", "--listen", wrong)
     assert done.returncode == 2
     assert (

@@ -58,7 +58,7 @@ async def recorded(client: Client, session: str) -> list[Generated]:
     return [one for one in results if isinstance(one, Generated)]
 
 
-async def test_in_the_browser_a_chat_continues_after_its_worker_is_killed_and_can_be_forked_and_forgotten(
+async def test_in_the_browser_a_chat_answer_grows_again_after_its_killed_worker_was_restarted(
     browser: Browser, worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:
     worker = worker_process(model=endless_model)

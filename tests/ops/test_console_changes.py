@@ -168,7 +168,7 @@ async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_delete_r
     await walked(browser, client, walk)
 
 
-async def test_the_consoles_regenerate_button_picks_a_free_session_name_and_refuses_invalid_options(
+async def test_the_consoles_regenerate_button_picks_a_free_name_and_refuses_options_out_of_range(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -262,7 +262,7 @@ async def test_a_slow_send_of_a_question_does_not_take_the_user_back_from_a_cons
     await walked(browser, client, walk)
 
 
-async def test_in_the_console_page_an_invalid_folded_option_is_unfolded_and_focused_with_its_error(
+async def test_in_the_console_page_a_folded_option_out_of_range_is_unfolded_and_focused(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
