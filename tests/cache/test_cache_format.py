@@ -197,7 +197,7 @@ def rename_tensor(fields):
         pytest.param(lambda fields: {"__metadata__": fields["__metadata__"]}, id="no tensors"),
     ],
 )
-def test_a_snapshot_file_with_a_wrong_header_is_rejected_even_if_the_header_checksum_is_valid(
+def test_a_snapshot_file_whose_header_contradicts_its_content_is_rejected_despite_a_valid_checksum(
     path, change
 ) -> None:
     forge(path, change)

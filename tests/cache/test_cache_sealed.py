@@ -64,7 +64,7 @@ async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_encrypted_
 
 
 @pytest.mark.parametrize("column", ["digest", "num_tokens", "mark"])
-async def test_a_wrong_index_row_of_an_encrypted_cache_is_replaced_from_its_snapshot_file(
+async def test_an_altered_index_row_of_an_encrypted_cache_is_replaced_from_its_snapshot_file(
     open_store, tmp_path, column: str
 ) -> None:
     await (await stored(open_store, TOKENS, codec=KEY)).close()

@@ -260,7 +260,7 @@ async def test_a_snapshot_erased_during_its_write_and_then_saved_again_but_dropp
     assert_sum_rule(store)
 
 
-async def test_a_closed_store_drops_and_counts_saves_and_restores_nothing(open_store) -> None:
+async def test_a_closed_store_restores_nothing_and_counts_each_save_as_dropped(open_store) -> None:
     store = await stored(open_store, [3, 4])
     assert await store.close()
     assert await store.close()

@@ -104,7 +104,7 @@ async def test_a_second_worker_with_the_same_name_is_refused_with_a_one_line_err
     assert config.max_bytes == open_bytes(first.settings.log_max_bytes)
 
 
-async def test_a_second_worker_on_a_subject_prefix_with_another_model_is_refused_and_the_first_still_serves(
+async def test_a_second_worker_on_a_subject_prefix_with_another_model_is_refused_and_the_first_still_answers(
     local_worker, tmp_path, tiny_model
 ):
     first = await local_worker()
@@ -119,7 +119,7 @@ async def test_a_second_worker_on_a_subject_prefix_with_another_model_is_refused
     assert (await first.client.session("s").append(text="hello")).position == 5
 
 
-async def test_a_second_worker_of_another_protocol_version_is_refused_and_the_first_still_serves(
+async def test_a_second_worker_of_another_protocol_version_is_refused_and_the_first_still_answers(
     local_worker, tmp_path, monkeypatch
 ):
     first = await local_worker()
@@ -266,7 +266,7 @@ async def test_a_worker_that_stops_renewing_its_membership_record_stays_a_member
     assert list(first.others) == ["second"]
 
 
-async def test_invalid_messages_in_the_membership_stream_are_ignored(members):
+async def test_undecodable_messages_in_the_membership_stream_are_ignored(members):
     one = await members("w", "d")
     await ensure_records(one._js, one._subjects, None)
     for garbage in (b"", b"{}", b"\xff", b'{"worker":1}'):

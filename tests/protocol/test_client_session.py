@@ -144,7 +144,7 @@ INVALID: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-async def test_a_client_refuses_an_invalid_request_without_sending_it(
+async def test_a_client_refuses_a_request_with_an_unknown_or_out_of_range_field_without_sending_it(
     client: Client, worker: FakeWorker
 ) -> None:
     for call, sentence in INVALID:
@@ -172,7 +172,7 @@ async def test_a_session_with_a_cache_policy_is_opened_once_before_its_first_tur
     assert [type(request) for _, request in worker.requests].count(Open) == 1
 
 
-async def test_creating_a_session_object_with_an_invalid_cache_policy_raises_an_error(client: Client) -> None:
+async def test_a_session_object_with_window_0_or_a_text_as_cache_policy_is_refused(client: Client) -> None:
     with pytest.raises(InvalidMessageError, match=r"cache needs a window of 1 to \d+ tokens, not 0"):
         client.session("s1", cache={"policy": "sink_window", "window": 0})
     words: Any = "sink_window"
@@ -180,7 +180,7 @@ async def test_creating_a_session_object_with_an_invalid_cache_policy_raises_an_
         client.session("s1", cache=words)
 
 
-async def test_invalid_session_tenant_worker_and_subject_prefix_names_are_refused_by_the_client(
+async def test_session_tenant_worker_and_prefix_names_with_forbidden_characters_are_refused_by_the_client(
     client: Client, server: NatsServer
 ) -> None:
     with pytest.raises(InvalidMessageError, match=r"session 'a\.b' is not valid"):
@@ -242,7 +242,7 @@ async def test_the_client_sends_a_control_request_again_that_a_worker_received_j
                 await client.session("s1").cancel("g1")
 
 
-async def test_iterating_over_metrics_skips_invalid_messages_and_ends_when_the_client_is_closed(
+async def test_iterating_over_metrics_skips_undecodable_messages_and_ends_when_the_client_is_closed(
     client: Client, worker: FakeWorker
 ) -> None:
     seen = asyncio.Event()

@@ -192,9 +192,7 @@ def read_or_refuse(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["in", "ctl", "ask"])
-def test_the_error_for_an_invalid_message_says_in_one_line_what_is_wrong_and_what_is_allowed(
-    kind: str,
-) -> None:
+def test_the_error_for_a_message_against_its_schema_says_in_one_line_what_is_allowed(kind: str) -> None:
     decode: Any = {"in": decode_request, "ctl": decode_control, "ask": lambda body: decode_ask(body, "a1")}[
         kind
     ]
@@ -445,9 +443,7 @@ def test_a_stop_string_given_alone_equals_a_list_with_that_stop_string() -> None
         b'{"id":' + b"[" * 100_000,
     ],
 )
-def test_the_error_for_an_invalid_request_body_has_the_request_id_only_if_the_id_is_valid(
-    body: bytes,
-) -> None:
+def test_the_error_for_an_undecodable_request_has_its_request_id_if_that_id_is_valid(body: bytes) -> None:
     for decode in (decode_request, decode_control, lambda body: decode_ask(body, "made-up")):
         with pytest.raises(InvalidMessageError) as caught:
             decode(body)
