@@ -90,7 +90,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-async def test_a_bench_saves_partial_reports_only_between_turns_and_continues_when_the_disk_is_full(
+async def test_a_bench_saves_partial_reports_only_between_turns_and_runs_on_when_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = BenchRun(BENCH.name, lies.RESTART, CommonOptions(out=tmp_path, checkpoint=1e-9))

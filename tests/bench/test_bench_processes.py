@@ -120,7 +120,7 @@ async def test_bench_peers_counts_tokens_by_the_servers_reported_usage_or_else_b
         (CUT + event("a"), "APIConnectionError", "peer closed"),
     ],
 )
-async def test_a_bad_reply_of_a_benchmarked_server_gives_an_error_kind_and_a_one_line_message(
+async def test_an_error_or_truncated_reply_of_a_benchmarked_server_is_reported_in_one_line_with_its_kind(
     reply: bytes, kind: str, says: str
 ) -> None:
     async with fake(reply) as url:

@@ -173,7 +173,7 @@ async def begun(client: Client, count: int) -> None:
 
 
 @pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM", "closed terminal"])
-async def test_ctrl_c_sigterm_or_a_closed_terminal_cancels_the_answer_of_ask_and_sets_the_exit_code(
+async def test_ctrl_c_makes_ask_cancel_and_exit_with_130_and_sigterm_or_a_closed_terminal_with_143(
     local_worker: Callable[..., Any], endless_model: Path, ended: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -367,7 +367,7 @@ async def test_ask_succeeds_as_a_background_job_and_without_a_controlling_termin
     assert await asyncio.to_thread(run) == 0
 
 
-async def test_ask_with_a_schema_file_prints_json_that_fits_the_schema_and_refuses_invalid_schema_files(
+async def test_ask_prints_json_that_fits_its_schema_file_and_refuses_a_file_without_a_schema(
     local_worker, tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -427,7 +427,7 @@ async def test_ask_starts_a_session_under_a_cache_policy_and_info_shows_its_visi
 
 
 @pytest.mark.parametrize("policy", ["half", "full:1", "sink_window:4", "sink_window:0,64", "paged:x"])
-def test_ask_with_an_invalid_cache_policy_is_a_usage_error_that_shows_the_valid_forms(policy: str) -> None:
+def test_ask_with_an_unknown_or_incomplete_cache_policy_exits_with_2_and_shows_the_forms(policy: str) -> None:
     done = turnkeep(*ASKED, "--cache-policy", policy)
     assert done.returncode == 2
     assert f"'{policy}' must be full, sink_window:SINK,WINDOW with two numbers" in " ".join(

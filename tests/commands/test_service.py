@@ -212,7 +212,9 @@ def test_service_install_on_macos_can_be_repeated_and_service_uninstall_removes_
     assert not (folder / "turnkeep.plist").exists()
 
 
-def test_launchd_does_not_restart_a_worker_whose_settings_are_wrong(run: Run, config: Path) -> None:
+def test_launchd_does_not_restart_a_worker_whose_settings_have_an_unknown_name(
+    run: Run, config: Path
+) -> None:
     made = plistlib.loads(units.agent(["turnkeep"], config.parent, config.parent / "log"))
     assert made["KeepAlive"] == {"SuccessfulExit": False}
     config.write_text("modle = 'x'\n")
@@ -265,7 +267,7 @@ def test_service_install_on_macos_refuses_a_protected_folder_whatever_its_capita
         service._check_places(tmp_path / "documents" / "data")
 
 
-def test_a_refused_service_install_names_the_obstacle_in_one_line_and_writes_nothing(
+def test_service_install_without_systemd_or_a_settings_file_fails_in_one_line_and_writes_nothing(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
 ) -> None:
     def refused(*words: str) -> str:

@@ -115,7 +115,7 @@ async def test_the_kv_audit_quarantines_a_wrong_block_and_removes_all_later_bloc
 
 
 @pytest.mark.parametrize("fault", ["the worker stops", "the disk fails"])
-async def test_the_task_of_kv_audits_continues_after_a_disk_error_or_a_worker_stop_during_an_audit(
+async def test_a_disk_error_or_a_worker_stop_during_a_kv_audit_does_not_end_the_audit_task(
     make_model, open_process, monkeypatch, fault
 ) -> None:
     model = make_model("llama")

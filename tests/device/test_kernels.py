@@ -34,7 +34,7 @@ def test_the_longest_draft_on_metal_has_as_many_tokens_as_the_attention_kernel_f
 
 
 @pytest.mark.parametrize("most_queries", [8, 0], ids=["few tokens", "more than the kernel takes"])
-def test_a_decode_step_of_batch_rows_in_a_cache_pool_builds_one_mask_for_all_heads_and_layers(
+def test_a_decode_step_of_batch_rows_in_a_shared_kv_array_builds_one_mask_for_all_layers(
     make_model, monkeypatch, most_queries: int
 ) -> None:
     masks: list[mx.array] = []

@@ -113,7 +113,7 @@ def test_a_draft_model_changes_no_token_of_an_answer_and_lowers_the_number_of_st
     assert found.saved_s > 0
 
 
-def test_batch_rows_in_a_shared_cache_pool_draft_together_and_get_the_same_tokens_as_without_drafts(
+def test_batch_rows_in_a_shared_kv_array_draft_together_and_get_the_same_tokens_as_without_drafts(
     make_model, draft_model
 ) -> None:
     """Drafts have any length. A row leaves, the pool gets full, and answers reach their limits."""
@@ -246,7 +246,7 @@ def test_a_draft_model_is_refused_for_a_target_model_whose_caches_cannot_be_trim
         draft_model_of(draft, model, Trials())
 
 
-def test_an_answer_continues_without_drafts_after_its_draft_model_fails(
+def test_an_answer_gets_the_same_tokens_after_its_draft_model_fails(
     make_model, draft_model, monkeypatch
 ) -> None:
     model, drafter = make_model("llama"), draft_model()

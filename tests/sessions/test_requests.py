@@ -58,7 +58,7 @@ async def replicated(*_: Any) -> bool:
 
 
 @pytest.mark.real
-async def test_a_cancelled_answer_keeps_the_tokens_generated_until_then_and_the_session_continues(
+async def test_a_cancelled_answer_keeps_its_tokens_and_the_next_answer_continues_the_same_text(
     client: Client,
 ) -> None:
     session = client.session("s")
