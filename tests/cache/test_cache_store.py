@@ -375,7 +375,7 @@ async def test_lowering_the_disk_limit_of_a_store_evicts_snapshots_in_small_step
     assert files(tmp_path) == 6, "raised, it holds more again"
 
 
-async def test_changing_the_required_free_disk_space_takes_effect_while_the_store_runs(
+async def test_raising_the_required_free_disk_space_of_a_running_store_removes_and_refuses_snapshots(
     open_store, tmp_path
 ) -> None:
     store = await open_store()

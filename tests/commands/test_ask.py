@@ -79,7 +79,7 @@ def test_ask_refuses_an_empty_session_name() -> None:
         assert "the session's name is empty" in done.stderr
 
 
-def test_ask_on_a_terminal_is_a_usage_error_without_a_question_and_with_a_dash_reads_the_terminal() -> None:
+def test_ask_on_a_terminal_needs_a_question_or_a_dash_which_makes_it_read_the_terminal() -> None:
     with Terminal("ask") as terminal:
         assert terminal.end() == 2
         assert "there is no question" in terminal.transcript

@@ -224,7 +224,7 @@ def test_launchd_does_not_restart_a_worker_whose_settings_have_an_unknown_name(
         assert (done.returncode, "modle" in done.stderr) == (code, True), done.stderr
 
 
-def test_the_log_of_a_launchd_service_is_rotated_before_it_grows_too_large(
+def test_the_log_of_a_launchd_service_is_rotated_at_its_size_limit_and_keeps_the_last_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "log"

@@ -78,7 +78,7 @@ def test_a_bfloat16_model_passes_its_batching_self_test_despite_rounding(build_m
         ("llama4", None, OwnPass, CommonKv),
     ],
 )
-def test_each_kind_of_model_is_batched_in_the_way_that_its_cache_classes_and_attention_allow(
+def test_each_kind_of_model_is_batched_by_the_method_listed_for_it_with_and_without_kv_bits(
     make_model, kind, kv_bits, way, keeping
 ) -> None:
     batch = batch_for(make_model(kind, kv_bits))

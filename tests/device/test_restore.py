@@ -120,7 +120,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("kind", "kv_bits", "policy"), EXACT, ids=str)
-async def test_each_turn_in_a_new_process_prefills_only_new_tokens_and_continues_bit_for_bit(
+async def test_each_turn_in_a_new_process_prefills_only_new_tokens_and_has_the_same_logits_bit_for_bit(
     open_process, kind, kv_bits, policy
 ) -> None:
     """Compares a process per turn with one for all turns: all bits of the logits, and tokens drawn by a seed.

@@ -182,7 +182,7 @@ def test_batch_rows_beyond_the_limit_of_sessions_with_draft_model_kv_decode_with
     assert len(drafter._shadows) == 1
 
 
-def test_the_kv_of_the_draft_model_for_a_long_answer_is_restarted_so_that_it_stays_short(
+def test_the_draft_models_kv_of_a_long_answer_is_rebuilt_from_recent_tokens_to_stay_short(
     make_model, draft_model, monkeypatch
 ) -> None:
     monkeypatch.setattr(models, "MOST_HELD", 96)
@@ -420,7 +420,7 @@ class World:
     ],
 )
 @pytest.mark.parametrize("num_rows", [1, 4], ids=["one row", "four rows"])
-def test_speculative_decoding_slows_answers_by_at_most_3_percent_and_good_drafts_speed_them_up(
+def test_speculative_decoding_slows_answers_by_at_most_3_percent_and_accepted_drafts_speed_them_up(
     num_rows: int, late: float, checked: float, right: float, pass_share: float, least: float
 ) -> None:
     """The drafters are a draft model, and prompt lookup that is right half as often."""

@@ -125,7 +125,7 @@ def test_snapshots_are_made_of_requested_prompt_blocks_all_answer_blocks_and_the
         ((16, 20), (24, 31)),
     ],
 )
-def test_the_snapshot_of_an_answers_partial_block_has_only_new_tokens_or_replaces_short_pieces(
+def test_the_snapshot_of_an_answers_last_block_has_only_new_tokens_or_replaces_shorter_pieces(
     make_rig, model, edges, cut
 ) -> None:
     """Stored pieces of the block stay, except those that are not longer than the new piece."""

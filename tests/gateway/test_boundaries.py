@@ -114,7 +114,7 @@ def test_an_answer_that_a_client_sends_back_with_stripped_white_space_matches_th
     assert after not in boundaries.after_answer(prompt, result("\n"))
 
 
-def test_the_gateway_decodes_its_own_request_ids_and_fork_tags_and_rejects_those_of_others() -> None:
+def test_the_gateway_decodes_request_ids_and_fork_tags_that_it_made_and_no_others() -> None:
     name = RequestName(b"\xab" * 16, b"\x02" * 8, 3)
     assert RequestName.parse(str(name)) == name
     for other in ("turn-1", "a-b-c", str(name).upper(), f"{name}-1", ""):

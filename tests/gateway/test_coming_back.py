@@ -171,7 +171,7 @@ async def test_an_answer_with_store_false_can_be_resumed_but_not_retrieved_or_co
     assert (await http.post(path, json=previous)).status_code == 400
 
 
-async def test_a_stream_with_n_of_2_answers_has_no_event_ids_and_cannot_be_fetched_later(
+async def test_a_stream_of_a_request_with_n_2_has_no_event_ids_and_cannot_be_fetched_later(
     http: httpx2.AsyncClient,
 ) -> None:
     several = events((await post(http, CHAT, {}, stream=True, n=2)).text)

@@ -254,7 +254,7 @@ async def test_an_idle_conversation_is_removed_even_if_nats_did_not_confirm_its_
     await until(lambda: not served.index.sessions)
 
 
-async def test_requests_and_removals_of_the_gateway_wait_for_a_stopping_worker_and_then_succeed(
+async def test_requests_and_removals_of_the_gateway_wait_while_a_worker_stops_and_succeed_at_the_next(
     local_worker: Any, door: Any, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that stops refuses to tell its metrics, for which the gateway asks before both."""

@@ -72,7 +72,7 @@ def coder(*lines: str) -> str:
 
 
 @pytest.mark.parametrize("mark", ["</parameter>", "</tool_call>", "</function>", "<tool_call>"])
-def test_the_argument_of_a_qwen3_coder_call_may_contain_the_markers_of_the_call_format(mark: str) -> None:
+def test_a_qwen3_coder_call_whose_argument_contains_the_markers_of_the_format_is_parsed(mark: str) -> None:
     command = f"echo '{mark}' > a\nls"
     lines = ("<function=bash>", "<parameter=command>", command, "</parameter>", "</function>")
     assert calls_in("qwen3_coder", coder(*lines)) == [("bash", {"command": command})]
@@ -465,9 +465,7 @@ def test_a_tool_call_whose_string_argument_contains_an_unescaped_call_is_shown_a
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_a_tool_call_whose_argument_contains_all_end_markers_is_shown_as_text_and_malformed(
-    family: str,
-) -> None:
+def test_a_tool_call_whose_argument_has_all_end_markers_is_text_and_reported_malformed(family: str) -> None:
     ends = good(family, "^").partition("^")[2]
     text = good(family, f"A call ends with {ends}\nand the rest")
     assert read(family, text) == (text, "", [], True)

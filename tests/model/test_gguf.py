@@ -298,7 +298,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_a_gguf_file_with_an_unsupported_or_missing_part_is_refused_in_one_line(
+def test_a_gguf_file_with_an_unsupported_architecture_or_missing_tensor_is_refused_in_one_line(
     path: Path, name: str
 ) -> None:
     tiny, complaint = ODD[name]

@@ -201,7 +201,7 @@ async def in_place(operator: Client) -> dict[str, str]:
     return found
 
 
-def test_nats_cluster_routes_share_one_password_in_a_private_file_and_a_second_run_keeps_the_password(
+def test_the_routes_of_a_nats_cluster_use_one_password_from_a_private_file_that_later_runs_keep(
     tmp_path: Path,
 ) -> None:
     run(tmp_path, "acme", "--cluster", "n1.lan,n2.lan:7222,n3.lan")

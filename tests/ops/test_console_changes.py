@@ -132,7 +132,7 @@ async def test_the_console_page_shows_the_end_of_an_answer_even_if_more_requests
     await walked(browser, client, walk)
 
 
-async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_delete_removes_a_running_session(
+async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_entry_delete_removes_the_session(
     browser: Browser, local_worker: Start, endless_model: Any
 ) -> None:
     client = (await local_worker(model=str(endless_model))).client

@@ -204,7 +204,7 @@ async def test_an_imported_session_restores_its_kv_after_cache_import_of_the_sam
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
-async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_that_so_far_has_only_full_kv(
+async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_that_has_only_kv_of_the_policy_full(
     local_worker: Start, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
     wide = str(make_tiny_model(tmp_path / "wide", hidden_size=128))

@@ -120,7 +120,7 @@ async def test_the_command_sessions_lists_a_reopened_session_with_its_new_tags_a
     assert len(await listed(worker, "--tag", "new")) == 1
 
 
-async def test_the_command_sessions_filters_and_sorts_its_list(local_worker: Start) -> None:
+async def test_options_of_the_command_sessions_filter_and_sort_its_list(local_worker: Start) -> None:
     worker = await filled(local_worker)
 
     async def names(*options: str) -> list[str]:
@@ -345,7 +345,7 @@ async def test_the_command_fork_fails_for_an_unknown_parent_or_a_taken_name(loca
     assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
 
 
-async def test_an_exported_fork_can_be_imported_into_another_log_and_continues_its_inherited_conversation(
+async def test_an_exported_fork_imported_into_another_log_gives_the_same_next_answer(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await family(local_worker)

@@ -318,7 +318,7 @@ def test_a_worker_that_publishes_metrics_rarely_stays_listed_between_its_message
     assert fleet.sightings() == []
 
 
-def test_the_metrics_history_of_a_worker_keeps_few_points_however_often_it_is_sampled() -> None:
+def test_the_metrics_history_of_a_worker_keeps_a_bounded_number_of_points() -> None:
     history = FigureHistory(3600)
     fleet = Fleet(3600)
     fleet.hear(metrics("w1"))

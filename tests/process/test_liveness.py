@@ -172,7 +172,7 @@ async def test_workers_that_start_together_find_each_other_and_agree_which_of_th
     assert [one.is_first for one in made].count(True) == 1
 
 
-async def test_a_worker_that_slept_past_the_expiry_of_its_membership_record_holds_none_until_its_renewal(
+async def test_a_worker_that_slept_past_the_expiry_of_its_membership_record_is_no_member_until_renewal(
     members, monkeypatch
 ):
     only = await members("one", "a")

@@ -198,7 +198,7 @@ def test_a_setting_of_another_type_or_out_of_range_is_refused_with_the_allowed_v
     assert right in message
 
 
-def test_the_error_for_an_invalid_nats_url_does_not_repeat_its_password(tmp_path):
+def test_the_error_for_a_malformed_nats_url_does_not_repeat_its_password(tmp_path):
     message = refusal({"nats": "nats://me:secret@queue:99999"}, cwd=tmp_path)
     assert "secret" not in message
 

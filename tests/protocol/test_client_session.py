@@ -66,7 +66,7 @@ async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
     """Never answer."""
 
 
-async def test_open_append_generate_rewind_and_close_of_a_session_each_return_their_own_result(
+async def test_open_append_generate_rewind_and_close_send_the_request_of_their_name_and_return_its_result(
     client: Client, worker: FakeWorker
 ) -> None:
     session = client.session("s1")
@@ -317,7 +317,7 @@ async def test_connecting_without_a_nats_server_fails_at_once_with_one_line_that
     assert str(caught.value) == f"no NATS server at {url.replace('user:secret@', '')}: {why}"
 
 
-async def test_a_client_connects_by_await_or_by_async_with_and_is_closed_at_the_end_of_the_block(
+async def test_a_client_connected_with_or_without_await_is_closed_at_the_end_of_its_async_with_block(
     server: NatsServer,
 ) -> None:
     async with connect(server.url) as entered:
@@ -483,7 +483,7 @@ async def test_a_client_request_waits_while_the_nats_cluster_elects_a_leader_and
     server.kill()
 
 
-async def test_a_request_to_a_nats_cluster_without_quorum_raises_an_error_that_names_too_few_servers(
+async def test_a_request_to_a_nats_cluster_without_quorum_raises_an_error_that_says_too_few_servers_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnkeep_client.wire.NUM_TRIES_OF_SEVERAL", 2)

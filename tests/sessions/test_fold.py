@@ -233,9 +233,7 @@ async def test_after_a_crash_the_next_worker_ends_the_token_stream_of_an_answere
     assert world.outbox.texts == ([result.text[said:]] if cancel_after else [])
 
 
-async def test_the_last_published_chunk_has_the_text_and_reasoning_that_all_earlier_chunks_lack(
-    world,
-) -> None:
+async def test_the_last_published_chunk_has_all_text_and_reasoning_not_yet_in_earlier_chunks(world) -> None:
     result = await world.ask(Generate(id="g", text="down", max_tokens=2))
     result = structs.replace(result, text="xyz", reasoning="abcd")
     first, last = (Chunk(at, (token,), "") for at, token in enumerate(result.tokens))

@@ -167,7 +167,7 @@ async def test_forgetting_a_session_also_removes_snapshots_of_text_that_the_chat
     assert not (await settled(worker.client.session("other"))).snapshots.stored
 
 
-async def test_forgetting_a_session_also_removes_snapshots_of_the_input_of_a_withdrawn_request(
+async def test_forgetting_a_session_also_removes_snapshots_of_input_whose_request_was_cancelled(
     local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await started(local_worker, endless_model)
