@@ -33,7 +33,7 @@ def running(model: Path) -> Iterator[Program]:
 
 
 @pytest.mark.process
-async def test_the_mlx_lm_process_of_a_bench_measures_prefill_and_decoding_of_one_and_of_several_prompts(
+async def test_the_mlx_lm_process_of_a_bench_returns_times_and_its_kill_is_reported_with_the_exit_code(
     tiny_model,
 ) -> None:
     async def ask(program: Program, *request: object) -> dict[str, float]:

@@ -45,7 +45,7 @@ def load(path, layout=None, num_tokens=BLOCK, **changes):
     return blank.arrays()
 
 
-def test_a_snapshot_written_by_short_system_writes_of_a_few_bytes_gives_the_same_file(
+def test_a_snapshot_written_a_few_bytes_per_system_call_gives_the_same_file_as_in_one_write(
     path, tmp_path, monkeypatch
 ) -> None:
     at_a_time, writev = random.Random(7), os.writev

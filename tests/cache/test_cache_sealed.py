@@ -296,7 +296,7 @@ def test_only_an_encrypted_cache_imports_cryptography_and_names_its_extra_if_it_
         codec_by(tmp_path / "key")
 
 
-async def test_a_cache_directory_can_be_used_after_a_crash_before_its_key_was_recorded(
+async def test_a_cache_directory_can_be_opened_after_a_crash_before_its_key_was_recorded(
     open_store, tmp_path
 ) -> None:
     """The record of the key is only a temporary file then."""

@@ -119,7 +119,7 @@ def test_paged_attention_over_chunks_read_from_disk_equals_full_attention_under_
 @pytest.mark.parametrize(
     ("num_tokens", "sketched"), [(200, None), (MOST, None), (MOST + 70, (1,)), (3 * MOST + 5, None)]
 )
-def test_a_paged_session_rebuilt_from_stored_blocks_continues_with_the_same_logits(
+def test_a_paged_session_rebuilt_from_stored_blocks_gives_the_same_logits_as_before(
     model, num_tokens: int, sketched: tuple[int, ...] | None
 ) -> None:
     tokens, forward = prompt(num_tokens + 20), Forward(model)

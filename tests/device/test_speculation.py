@@ -246,7 +246,7 @@ def test_a_draft_model_is_refused_for_a_target_model_whose_caches_cannot_be_trim
         draft_model_of(draft, model, Trials())
 
 
-def test_an_answer_gets_the_same_tokens_after_its_draft_model_fails(
+def test_an_answer_whose_draft_model_fails_has_the_same_tokens_as_without_drafts(
     make_model, draft_model, monkeypatch
 ) -> None:
     model, drafter = make_model("llama"), draft_model()
@@ -313,9 +313,7 @@ def test_prompt_lookup_finds_the_latest_earlier_occurrence_of_the_last_tokens_at
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_prompt_lookup_says_that_a_draft_is_possible_whenever_some_next_token_allows_a_draft(
-    tokens: list[int],
-) -> None:
+def test_prompt_lookup_rules_out_a_draft_only_if_no_next_token_would_allow_one(tokens: list[int]) -> None:
     for token in range(4):
         row = Row([], array("I", tokens), RowSampler(RowSampling()), len(tokens) - 1, 10)
         may = Lookup().num_missing(row) == 0

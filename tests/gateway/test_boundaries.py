@@ -211,7 +211,7 @@ def test_a_session_continued_by_another_gateway_stays_indexed_unless_its_templat
 
 
 @pytest.mark.parametrize(("num_running", "expected"), [(1, 9), (0, None)])
-async def test_a_refused_fork_makes_the_index_await_a_running_sessions_position_or_drop_an_idle_ones(
+async def test_a_refused_fork_makes_the_gateway_forget_the_sessions_position_unless_a_request_runs(
     num_running: int, expected: int | None
 ) -> None:
     index, held = SessionIndex(), IndexedSession("s", 3, 1.0)

@@ -150,7 +150,7 @@ async def test_a_response_generated_in_a_new_session_because_its_fork_failed_lis
     assert len((await served.openai.responses.input_items.list(second.id)).data) == 3
 
 
-async def test_a_responses_request_may_reference_earlier_input_items_by_their_ids(served: Any) -> None:
+async def test_a_responses_request_includes_earlier_input_items_referenced_by_their_ids(served: Any) -> None:
     """The AI SDK for JavaScript sends ids instead of items."""
     first, _ = await ask(served, "One?")
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}

@@ -338,7 +338,7 @@ async def test_the_console_page_shows_scripts_in_session_names_and_messages_as_t
         await asyncio.to_thread(look, url)
 
 
-async def test_the_console_page_shows_an_outage_of_worker_nats_or_console_and_recovers_without_a_reload(
+async def test_the_console_page_shows_an_outage_of_worker_nats_or_console_and_its_end_without_a_reload(
     browser: Browser, worker_process: Callable[..., WorkerProcess]
 ) -> None:
     worker = worker_process()  # so that its silence would be noticed late

@@ -345,7 +345,7 @@ async def test_the_command_fork_fails_for_an_unknown_parent_or_a_taken_name(loca
     assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
 
 
-async def test_an_exported_fork_imported_into_another_log_gives_the_same_next_answer(
+async def test_an_exported_fork_imported_into_another_log_gives_the_same_next_answer_as_the_original(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await family(local_worker)

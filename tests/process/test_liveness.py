@@ -157,7 +157,7 @@ async def test_a_dead_workers_name_becomes_free_for_other_workers_after_a_while(
     assert (await other._holder())[0].boot == other.me.boot
 
 
-async def test_of_several_workers_that_start_together_under_the_same_name_only_one_serves(members):
+async def test_of_several_workers_started_together_under_one_name_one_joins_and_all_others_fail(members):
     made = [await members("w", f"d{number}") for number in range(4)]
     outcomes = await asyncio.gather(*(one.join() for one in made), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes].count(BrokerError) == 3
@@ -216,9 +216,7 @@ async def test_a_worker_that_restarts_before_others_noticed_its_death_is_reporte
 
 
 @pytest.mark.parametrize("killed", ["d", "bcd", "bcdefghijklmn"])
-async def test_all_surviving_workers_notice_within_a_second_that_several_workers_died_together(
-    members, killed
-):
+async def test_all_surviving_workers_report_in_a_second_that_several_workers_died_together(members, killed):
     """Each pings only the next two; the others are told, or look as soon as a neighbour is silent."""
     made = {name: await members(name, name) for name in "abcdefghijklmno"}
     await asyncio.gather(*(one.join() for one in made.values()))

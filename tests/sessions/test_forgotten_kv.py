@@ -349,7 +349,7 @@ async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_forgot
     assert await num_fetched(worker, KEPT) == 3 * LONG_BLOCK
 
 
-async def test_a_remote_tier_that_failed_to_record_its_erasures_is_trusted_again_after_a_successful_try(
+async def test_a_remote_tier_counts_as_free_of_forgotten_kv_only_once_its_erasures_could_be_recorded(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is fresh, and the log has no note."""

@@ -181,9 +181,7 @@ async def test_a_request_under_a_wildcard_session_name_that_is_delivered_twice_g
     assert all(one.is_terminated for one in deliveries)
 
 
-async def test_a_request_returned_to_nats_counts_as_redelivered_only_if_redelivered_before_its_return() -> (
-    None
-):
+async def test_a_redelivery_after_this_worker_returned_the_request_counts_as_no_further_attempt() -> None:
     rung: list[Any] = []
     intake = intake_for(1)
     for delivered in (Delivered("a", 9), Delivered("b", 5, 2), Delivered("c", 10)):
@@ -461,7 +459,7 @@ async def test_a_request_left_by_a_worker_that_stopped_normally_is_not_counted_a
     assert taken == [first_seq]
 
 
-def test_a_worker_remembers_the_owners_of_the_sessions_that_it_looked_up_most_recently(
+def test_a_worker_keeps_only_the_owners_of_the_sessions_that_it_looked_up_most_recently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After it was paused, it remembers none."""

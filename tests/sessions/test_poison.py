@@ -230,7 +230,7 @@ async def test_an_attempt_by_another_worker_counts_as_a_crash_only_if_that_worke
 
 
 @pytest.mark.parametrize(("text", "expected"), [("hello", "appended"), ("other", "id_conflict")])
-async def test_a_request_with_an_already_used_id_gets_its_reply_even_if_a_worker_crashes_meanwhile(
+async def test_a_request_with_an_already_used_id_is_no_dead_letter_if_a_worker_crashes_meanwhile(
     wire: Start, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
 ) -> None:
     """Such a request runs nothing, so it cannot have ended them."""

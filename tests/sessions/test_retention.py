@@ -849,7 +849,7 @@ async def test_a_worker_removes_the_answered_requests_of_a_worker_that_has_ended
 
 @pytest.mark.usefixtures("filling")
 @pytest.mark.parametrize("last", [append("b"), CLOSE, FORGET])
-async def test_no_request_or_session_is_removed_from_the_log_for_a_result_that_a_power_cut_may_still_lose(
+async def test_no_request_or_session_leaves_the_log_before_its_result_is_safe_from_a_power_cut(
     quiet_wire: Start, server: Server, last: dict[str, Any]
 ) -> None:
     """A restarted server may have lost it, and another entry may have its sequence: then it takes as long."""

@@ -318,7 +318,7 @@ def test_messages_adapted_to_a_chat_template_are_in_the_prompt_and_counted_by_ad
     assert said in prompt(tokenizers[name], *messages)
 
 
-def test_a_user_message_after_a_user_message_of_an_earlier_request_is_counted_as_joined(
+def test_a_user_message_right_after_one_of_an_earlier_request_is_counted_as_joined_to_it(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     noted = Counter[str]()
