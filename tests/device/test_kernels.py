@@ -106,7 +106,7 @@ def test_cuda_attention_with_padded_shapes_equals_attention_without_padding(num:
     assert mx.abs(found - expected).max().item() < 1e-5
 
 
-def test_padding_reduces_the_attention_shapes_of_prompts_and_turns_to_a_few_cudnn_plans() -> None:
+def test_padding_reduces_the_attention_shapes_of_a_long_session_to_at_most_64_cudnn_plans() -> None:
     """A session of 200 turns of up to 100 tokens, and prompts of every length up to 1,024."""
     turns = ((17 + i % 84, 100 * i + 17 + i % 84) for i in range(1, 200))
     prompts = ((num, num) for num in range(1, 1025))

@@ -464,7 +464,7 @@ async def test_looking_up_an_idempotency_key_in_the_log_is_retried_after_a_lost_
     assert not errors
 
 
-async def test_a_gateway_reconnects_and_continues_a_conversation_after_nats_closed_its_connection_for_good(
+async def test_a_gateway_whose_nats_connection_was_closed_for_good_answers_the_next_message_over_a_new_one(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     """As if its credentials had expired, or a client's message had exceeded a limit of its account."""

@@ -106,7 +106,7 @@ async def test_a_request_with_previous_response_id_continues_the_conversation_of
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-async def test_a_forked_conversation_continues_by_its_response_id_after_the_parent_response_is_deleted(
+async def test_a_forked_conversation_can_be_continued_by_its_response_id_after_the_parent_response_is_deleted(
     served: Any, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
 ) -> None:
     """Unless the conversation before the fork is too long for a header in the log."""

@@ -598,7 +598,7 @@ async def test_a_stopping_worker_keeps_the_recorded_failed_attempts_of_an_earlie
     assert len(world.log.notes) == 1 + is_noted
 
 
-async def test_no_checkpoint_is_stored_past_a_waiting_or_unread_request(world: World) -> None:
+async def test_no_checkpoint_covers_the_log_beyond_a_waiting_or_unread_request(world: World) -> None:
     """A worker that opens the session from such a checkpoint would never answer the request."""
     await world.ask(Append(id="a", text="one"))
     record = world.session.log.record
