@@ -232,7 +232,7 @@ def test_only_the_listed_modules_import_mlx():
     assert users("mlx", "mlx_lm") == MLX
 
 
-def test_only_listed_modules_import_http_libraries_and_gateway_dialects_do_not_import_asyncio():
+def test_only_listed_modules_import_http_libraries_and_no_gateway_dialect_imports_asyncio():
     """The gateway's dialects, `boundaries` and `turn` do not import asyncio either."""
     of_gateway = {
         f"gateway/{name}.py"
@@ -253,7 +253,7 @@ def test_only_listed_modules_import_http_libraries_and_gateway_dialects_do_not_i
         assert "asyncio" not in tops(imports(path)), path
 
 
-def test_a_gateway_dialect_imports_only_shared_modules_and_only_app_imports_the_routes_of_a_dialect():
+def test_a_gateway_dialect_imports_only_shared_modules_and_its_routes_are_imported_only_by_app():
     """`routes` imports of `http` only what defines routes; nothing but `app` imports a dialect's routes."""
     shared = {"form", "turn", "images", "logged_answers"}
     for path in sorted((ROOT / "gateway").rglob("*.py")):

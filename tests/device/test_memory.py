@@ -252,7 +252,7 @@ def test_the_memory_estimator_uses_default_values_for_sizes_that_a_models_config
     assert shape_of({"hidden_size": 64}) == Shape(1, 64, 64, 256, 1)
 
 
-def test_step_memory_is_reserved_for_the_longest_session_whose_kv_can_fit_into_memory() -> None:
+def test_memory_of_a_step_is_reserved_for_the_longest_session_whose_kv_can_fit_into_memory() -> None:
     """No session can be longer than the KV that fits into memory, so no step needs more than that."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     estimator = Estimator(

@@ -279,7 +279,7 @@ async def test_in_the_console_page_a_folded_option_out_of_range_is_unfolded_and_
     await walked(browser, client, walk)
 
 
-async def test_the_consoles_session_list_keeps_the_focus_on_refresh_and_leaves_a_page_that_became_empty(
+async def test_a_refresh_of_the_consoles_session_list_keeps_the_focus_and_leaves_a_page_that_became_empty(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client

@@ -192,7 +192,7 @@ def read_or_refuse(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["in", "ctl", "ask"])
-def test_the_error_for_a_message_against_its_schema_says_in_one_line_what_is_allowed(kind: str) -> None:
+def test_the_error_for_a_message_that_breaks_its_schema_says_in_one_line_what_is_allowed(kind: str) -> None:
     decode: Any = {"in": decode_request, "ctl": decode_control, "ask": lambda body: decode_ask(body, "a1")}[
         kind
     ]
@@ -230,7 +230,7 @@ def test_the_error_for_an_unknown_request_field_lists_every_field_of_that_reques
         assert allowed == ["type", *(field.encode_name for field in msgspec.structs.fields(kind))]
 
 
-def test_refusing_many_invalid_requests_inspects_each_message_type_only_once(
+def test_refusing_requests_repeatedly_inspects_each_message_type_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An inspection blocks the event loop for milliseconds, and thousands of invalid messages may arrive."""

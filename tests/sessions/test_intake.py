@@ -387,7 +387,7 @@ def test_a_new_session_goes_to_the_least_busy_worker_if_the_first_has_8_and_50_p
     assert cluster.workers["a"]._relief(KEY, "") == ("bootb" if leaves else "")
 
 
-async def test_a_delivery_repeated_while_it_is_offered_to_the_sessions_worker_is_offered_again() -> None:
+async def test_a_redelivery_during_the_offer_of_a_request_to_its_sessions_worker_is_offered_too() -> None:
     """Of several deliveries of one request only the last can be acknowledged."""
     routing, offered = Cluster().workers["a"], list[Any]()
     first, again = Delivered("s", 7), Delivered("s", 7, 2)
