@@ -20,7 +20,7 @@ def test_the_text_that_a_mutant_replaces_is_in_the_program_once_and_its_test_exi
         assert re.search(rf"^(async def |def |){function}\b", (ROOT / file).read_text(), re.MULTILINE), test
 
 
-def test_a_mutated_function_behaves_as_mutated_inside_the_block_and_as_written_afterwards() -> None:
+def test_a_mutant_changes_its_function_only_inside_its_with_block() -> None:
     edit = ("worker/wire/intake.py", 'if name in ("*", ">") or', "if")
     with mutated(Mutant("wild cards are names", (edit,), "", {})):
         assert intake.session_of("p.in.*.*.x") is not None

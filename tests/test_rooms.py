@@ -199,7 +199,7 @@ def test_worker_sessions_imports_only_the_module_port_of_engine_and_the_module_r
     assert seen == {("engine", "port"), ("device", "request")}
 
 
-def test_the_worker_imports_nothing_of_the_cache_but_cache_names_cache_kv_and_cache_store():
+def test_the_worker_imports_only_the_parts_names_kv_and_store_of_the_package_cache():
     for path in sorted((ROOT / "worker").rglob("*.py")):
         seen = {name.split(".")[1] for name in imports(path) if name.startswith("cache.")}
         assert seen <= FACE, path
@@ -215,7 +215,7 @@ def test_only_three_command_modules_import_the_cache_and_only_its_modules_admin_
     assert {name: of for name, of in seen.items() if of} == expected
 
 
-def test_ops_imports_nothing_of_the_cache_but_the_package_cache_names() -> None:
+def test_ops_imports_only_the_part_names_of_the_package_cache() -> None:
     """So logs can be verified without MLX and without a cache."""
     paths = sorted((ROOT / "ops").rglob("*.py"))
     seen = {name for path in paths for name in imports(path) if name.startswith("cache.")}
@@ -232,7 +232,7 @@ def test_only_the_listed_modules_import_mlx():
     assert users("mlx", "mlx_lm") == MLX
 
 
-def test_only_listed_modules_import_http_libraries_and_gateway_dialects_do_not_import_asyncio():
+def test_only_listed_modules_import_http_libraries_and_no_gateway_dialect_imports_asyncio():
     """The gateway's dialects, `boundaries` and `turn` do not import asyncio either."""
     of_gateway = {
         f"gateway/{name}.py"
@@ -253,7 +253,7 @@ def test_only_listed_modules_import_http_libraries_and_gateway_dialects_do_not_i
         assert "asyncio" not in tops(imports(path)), path
 
 
-def test_a_gateway_dialect_imports_only_shared_modules_and_only_app_imports_the_routes_of_a_dialect():
+def test_a_gateway_dialect_imports_only_shared_modules_and_its_routes_are_imported_only_by_app():
     """`routes` imports of `http` only what defines routes; nothing but `app` imports a dialect's routes."""
     shared = {"form", "turn", "images", "logged_answers"}
     for path in sorted((ROOT / "gateway").rglob("*.py")):
@@ -332,7 +332,7 @@ def test_no_field_of_the_objects_that_carry_a_turn_between_threads_is_written_on
         assert kind != "Run" or max(map(len, by_field.values())) == 1, by_field
 
 
-def test_the_worker_package_engine_reads_only_the_request_and_the_plan_of_a_turn() -> None:
+def test_the_worker_package_engine_reads_only_the_fields_request_and_plan_of_a_turn() -> None:
     nodes = [node for path in (ROOT / "worker" / "engine").glob("*.py") for node in attributes(path)]
     read = {node.attr for node in nodes if ast.unparse(node.value).rpartition(".")[2] == "turn"}
     assert read == {"request", "plan"}

@@ -145,7 +145,7 @@ def test_a_bench_whose_worker_is_killed_exits_with_code_1_and_reports_the_fault(
         ("recall --resident 64", "a window of 60 tokens is smaller than this"),  # behind a full case
     ],
 )
-def test_a_bench_refuses_impossible_options_with_a_one_line_error_and_leaves_no_report(
+def test_a_bench_refuses_a_too_long_prompt_or_too_small_window_in_one_line_without_a_report(
     tmp_path: Path, tiny_model: Path, turnkeep: Start, command: str, message: str
 ) -> None:
     options = [*command.split(), "--smoke", "--model", tiny_model, "--out", tmp_path / "reports"]

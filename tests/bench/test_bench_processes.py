@@ -33,7 +33,7 @@ def running(model: Path) -> Iterator[Program]:
 
 
 @pytest.mark.process
-async def test_the_mlx_lm_process_of_a_bench_measures_prefill_and_decoding_of_one_and_of_several_prompts(
+async def test_the_mlx_lm_process_of_a_bench_returns_times_and_its_kill_is_reported_with_the_exit_code(
     tiny_model,
 ) -> None:
     async def ask(program: Program, *request: object) -> dict[str, float]:
@@ -120,7 +120,7 @@ async def test_bench_peers_counts_tokens_by_the_servers_reported_usage_or_else_b
         (CUT + event("a"), "APIConnectionError", "peer closed"),
     ],
 )
-async def test_a_bad_reply_of_a_benchmarked_server_gives_an_error_kind_and_a_one_line_message(
+async def test_an_error_or_truncated_reply_of_a_benchmarked_server_is_reported_in_one_line_with_its_kind(
     reply: bytes, kind: str, says: str
 ) -> None:
     async with fake(reply) as url:

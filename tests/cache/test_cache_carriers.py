@@ -72,7 +72,7 @@ def assert_restored(restored, tokens) -> None:
         assert np.array_equal(np.array(restored.tensors[name]), np.concatenate(visible, axis=2)), name
 
 
-def test_every_sixteenth_block_file_also_contains_the_key_sketches_of_the_last_sixteen_blocks() -> None:
+def test_every_sixteenth_block_file_also_holds_2_bit_keys_of_the_last_sixteen_blocks() -> None:
     spans = [Span(at, at + BLOCK) for at in range(0, 2 * GROUP, BLOCK)]
     assert [one for one in spans if carried(one, BLOCK)] == [spans[15], spans[31]]
     assert carried(spans[31], BLOCK) == Span(GROUP, 2 * GROUP)
@@ -91,7 +91,7 @@ def test_splitting_a_restore_buffer_at_a_token_position_divides_its_token_ranges
     "num_tokens",
     [3, GROUP, GROUP + 1, 2 * GROUP - 2, len(TOKENS)],
 )
-async def test_a_paged_restore_reads_visible_blocks_sketch_blocks_and_blocks_after_the_last_sketch_block(
+async def test_restoring_a_paged_session_reads_no_hidden_block_whose_2_bit_keys_another_file_holds(
     stored, num_tokens
 ) -> None:
     """The session ends at, before or after the end of a group, or within a carrier."""
@@ -116,7 +116,7 @@ async def test_a_paged_restore_reads_visible_blocks_sketch_blocks_and_blocks_aft
         pytest.param((Span(5, 6), Span(7, 8), Span(9, 11)), id="tokens with others between them"),
     ],
 )
-async def test_recalling_tokens_of_a_paged_session_reads_the_kv_of_exactly_the_requested_tokens(
+async def test_reading_tokens_of_a_paged_session_from_disk_gives_the_kv_of_exactly_those_tokens(
     stored, wanted: tuple[Span, ...]
 ) -> None:
     store, chain = stored
@@ -129,7 +129,7 @@ async def test_recalling_tokens_of_a_paged_session_reads_the_kv_of_exactly_the_r
     }
 
 
-async def test_recalling_unstored_tokens_of_a_paged_session_returns_nothing_and_pins_no_snapshot(
+async def test_reading_unstored_tokens_of_a_paged_session_from_disk_gives_no_kv_and_pins_no_snapshot(
     stored,
 ) -> None:
     store, chain = stored
@@ -139,7 +139,7 @@ async def test_recalling_unstored_tokens_of_a_paged_session_returns_nothing_and_
 
 
 @pytest.mark.parametrize("section", [0, 2, 3])
-async def test_a_paged_restore_that_reads_only_key_sketches_of_a_file_detects_damage_only_in_the_sketches(
+async def test_a_restore_that_reads_only_the_2_bit_keys_of_a_file_detects_damage_in_those_keys_alone(
     stored, section
 ) -> None:
     """A restore reads only the carried sketches of this file, so it detects no damage elsewhere in it."""
@@ -168,9 +168,7 @@ async def test_a_paged_restore_that_reads_only_key_sketches_of_a_file_detects_da
 @pytest.mark.parametrize(
     "size", [lambda _: None, lambda more: more and Span(more.start + 1, more.end)], ids=["none", "fewer"]
 )
-async def test_a_restore_rejects_a_sixteenth_block_file_that_lacks_key_sketches_of_the_last_sixteen_blocks(
-    open_store, size
-) -> None:
+async def test_a_restore_rejects_a_sixteenth_block_file_that_lacks_some_2_bit_keys(open_store, size) -> None:
     store = await open_store(layout=OWN)
     chain = store.kv.chain("a", POLICY)
     save(store, chain, size=size)
@@ -180,7 +178,7 @@ async def test_a_restore_rejects_a_sixteenth_block_file_that_lacks_key_sketches_
     assert store.kv.match(chain, TOKENS).num_tokens == GROUP - BLOCK
 
 
-def test_the_file_of_a_block_with_key_sketches_passes_verification(tmp_path) -> None:
+def test_the_file_of_a_block_with_2_bit_keys_passes_verification(tmp_path) -> None:
     own = identity(policy=OWN.name(POLICY))
     span = Span(GROUP - BLOCK, GROUP)
     name = Name(bytes(32), span.start, pack(TOKENS[span.start : span.end]))

@@ -201,7 +201,7 @@ async def test_cache_prune_all_leaves_an_empty_cache_that_accepts_new_snapshots(
     assert save_all(store, "a", TOKENS) == [True] * 3
 
 
-async def test_the_snapshots_of_an_exported_session_can_be_imported_and_restored_in_another_cache(
+async def test_snapshots_exported_from_one_cache_can_be_imported_into_another_and_restored(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     chain = json.loads(turnkeep("ls", "--json").stdout)["chains"][0]
@@ -322,7 +322,7 @@ def test_cache_commands_refuse_a_directory_that_is_missing_or_is_not_a_cache(
     assert list((tmp_path / "photos").iterdir()) == [], "nor made into one"
 
 
-def test_cache_prune_without_any_or_with_conflicting_or_invalid_options_is_a_usage_error(turnkeep) -> None:
+def test_cache_prune_without_or_with_conflicting_or_ill_formed_options_is_a_usage_error(turnkeep) -> None:
     assert "say what to remove" in turnkeep("prune", code=2).stderr
     assert "say what to remove" in turnkeep("prune", "--all", "--older-than", "1d", code=2).stderr
     assert "not a duration" in turnkeep("prune", "--older-than", "soon", code=2).stderr

@@ -196,7 +196,7 @@ def grown(whole: bytes, changes: dict[str, Any], num_tokens: int, payload: bytes
     ],
     ids=lambda row: repr(row)[:200],
 )
-async def test_opening_a_store_repairs_an_index_with_rows_of_impossible_values(
+async def test_opening_a_store_repairs_index_rows_with_negative_numbers_or_digests_of_wrong_length(
     tmp_path, open_store, row
 ) -> None:
     """The rows' checksums are right, so the check of checksums alone would accept them."""

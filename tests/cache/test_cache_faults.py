@@ -190,7 +190,7 @@ async def test_a_snapshot_file_whose_rename_could_not_be_synced_is_removed(
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_an_unexpected_exception_during_a_snapshot_write_does_not_end_the_writer_thread(
+async def test_any_exception_during_a_snapshot_write_leaves_the_writer_thread_running(
     open_store, monkeypatch
 ) -> None:
     clock = Clock()
@@ -207,7 +207,7 @@ async def test_an_unexpected_exception_during_a_snapshot_write_does_not_end_the_
     assert await num_restored(store, [1, 2]) == 2
 
 
-async def test_after_an_unexpected_exception_in_a_file_removal_the_cache_restores_but_no_longer_saves(
+async def test_after_any_exception_in_a_file_removal_the_cache_restores_but_no_longer_saves(
     open_store, monkeypatch
 ) -> None:
     store, gate = await open_store(monotonic=Clock()), threading.Event()

@@ -83,7 +83,7 @@ async def test_an_erase_is_confirmed_only_after_a_file_whose_removal_failed_has_
 
 
 @pytest.mark.parametrize("was_here", [True, False])
-async def test_carrying_out_an_erasure_note_again_removes_a_file_that_the_first_attempt_could_not_remove(
+async def test_an_erase_by_logged_hashes_removes_a_file_that_the_first_erase_could_not_remove(
     open_store, tmp_path, monkeypatch, was_here: bool
 ) -> None:
     """At the next start the file would be found again, with its tokens."""
@@ -97,7 +97,7 @@ async def test_carrying_out_an_erasure_note_again_removes_a_file_that_the_first_
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_carrying_out_an_erasure_note_of_one_tenant_leaves_unfinished_erasures_of_other_tenants_alone(
+async def test_an_erase_by_logged_hashes_leaves_unfinished_erases_of_other_tenants_unfinished(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)

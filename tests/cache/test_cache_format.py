@@ -45,7 +45,7 @@ def load(path, layout=None, num_tokens=BLOCK, **changes):
     return blank.arrays()
 
 
-def test_a_snapshot_written_by_short_system_writes_of_a_few_bytes_gives_the_same_file(
+def test_a_snapshot_written_a_few_bytes_per_system_call_gives_the_same_file_as_in_one_write(
     path, tmp_path, monkeypatch
 ) -> None:
     at_a_time, writev = random.Random(7), os.writev
@@ -197,7 +197,7 @@ def rename_tensor(fields):
         pytest.param(lambda fields: {"__metadata__": fields["__metadata__"]}, id="no tensors"),
     ],
 )
-def test_a_snapshot_file_with_a_wrong_header_is_rejected_even_if_the_header_checksum_is_valid(
+def test_a_snapshot_file_whose_header_contradicts_its_content_is_rejected_despite_a_valid_checksum(
     path, change
 ) -> None:
     forge(path, change)

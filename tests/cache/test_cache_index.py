@@ -122,7 +122,7 @@ async def test_a_missing_or_damaged_cache_index_is_rebuilt_from_the_snapshot_fil
         "digest = 'text'",
     ],
 )
-async def test_a_wrong_row_of_the_cache_index_is_replaced_from_its_snapshot_file(
+async def test_an_altered_row_of_the_cache_index_is_replaced_from_its_snapshot_file(
     open_store, tmp_path, change
 ) -> None:
     """SQLite itself has no checksums, so each row has one."""

@@ -154,9 +154,7 @@ async def test_an_erase_keeps_remote_blocks_that_other_sessions_continue(
     assert await fetched(one, other) == 10
 
 
-async def test_carrying_out_an_erasure_note_keeps_remote_blocks_that_another_session_continues(
-    open_two: Any,
-) -> None:
+async def test_an_erase_by_logged_hashes_keeps_remote_blocks_another_session_continues(open_two: Any) -> None:
     one, two = await open_two()
     for tokens in (GONE, KEPT):
         await put(one, tokens)
@@ -266,7 +264,7 @@ async def test_a_fetch_from_the_remote_tier_ends_before_the_first_block_that_the
     assert await fetched(two, TOKENS) == 4
 
 
-async def test_local_saves_and_restores_continue_if_the_directory_of_the_remote_tier_is_removed(
+async def test_local_saves_and_restores_succeed_after_the_remote_tiers_directory_is_removed(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -312,7 +310,7 @@ def test_uploading_or_fetching_a_file_of_the_remote_tier_updates_its_last_use_ti
 
 
 @pytest.mark.parametrize("url", ["nosuch://bucket", "file:///no/such/directory", "s3://"])
-def test_an_invalid_object_store_url_raises_an_error_of_one_line(url: str) -> None:
+def test_an_object_store_url_of_unknown_scheme_or_without_bucket_raises_a_one_line_error(url: str) -> None:
     with pytest.raises(OSError, match=r"^[^\n]+$"):
         ObjectStore(url)
 
@@ -593,7 +591,7 @@ async def test_an_erase_that_times_out_is_still_completed_in_the_remote_tier_aft
     assert in_tier(tmp_path) == []
 
 
-async def test_carrying_out_an_erasure_note_again_repeats_an_erase_that_the_remote_tier_did_not_answer(
+async def test_an_erase_by_logged_hashes_repeats_an_erase_that_the_remote_tier_did_not_answer(
     open_two: Any, tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise every worker could still fetch the files."""

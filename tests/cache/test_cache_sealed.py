@@ -64,7 +64,7 @@ async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_encrypted_
 
 
 @pytest.mark.parametrize("column", ["digest", "num_tokens", "mark"])
-async def test_a_wrong_index_row_of_an_encrypted_cache_is_replaced_from_its_snapshot_file(
+async def test_an_altered_index_row_of_an_encrypted_cache_is_replaced_from_its_snapshot_file(
     open_store, tmp_path, column: str
 ) -> None:
     await (await stored(open_store, TOKENS, codec=KEY)).close()
@@ -145,7 +145,7 @@ GOLDEN = (
 )
 
 
-def test_a_recorded_encrypted_file_can_still_be_decrypted_and_without_its_last_chunk_is_refused(
+def test_an_example_of_an_encrypted_file_can_be_decrypted_but_not_without_its_last_chunk(
     tmp_path, monkeypatch
 ) -> None:
     """The file has a salt, two full chunks, and a partial chunk that is marked as the last."""
@@ -276,7 +276,7 @@ def test_a_cache_key_file_that_is_missing_or_accessible_to_other_users_is_refuse
         codec_by(tmp_path / "none")
 
 
-def test_only_an_encrypted_cache_imports_cryptography_and_a_missing_library_is_named_with_its_extra(
+def test_only_an_encrypted_cache_imports_cryptography_and_names_its_extra_if_it_is_missing(
     tmp_path, monkeypatch
 ) -> None:
     done = subprocess.run(
@@ -296,7 +296,7 @@ def test_only_an_encrypted_cache_imports_cryptography_and_a_missing_library_is_n
         codec_by(tmp_path / "key")
 
 
-async def test_a_cache_directory_can_be_used_after_a_crash_before_its_key_was_recorded(
+async def test_a_cache_directory_can_be_opened_after_a_crash_before_its_key_was_recorded(
     open_store, tmp_path
 ) -> None:
     """The record of the key is only a temporary file then."""

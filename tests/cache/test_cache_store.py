@@ -260,7 +260,7 @@ async def test_a_snapshot_erased_during_its_write_and_then_saved_again_but_dropp
     assert_sum_rule(store)
 
 
-async def test_a_closed_store_drops_and_counts_saves_and_restores_nothing(open_store) -> None:
+async def test_a_closed_store_restores_nothing_and_counts_each_save_as_dropped(open_store) -> None:
     store = await stored(open_store, [3, 4])
     assert await store.close()
     assert await store.close()
@@ -375,7 +375,7 @@ async def test_lowering_the_disk_limit_of_a_store_evicts_snapshots_in_small_step
     assert files(tmp_path) == 6, "raised, it holds more again"
 
 
-async def test_changing_the_required_free_disk_space_takes_effect_while_the_store_runs(
+async def test_raising_the_required_free_disk_space_of_a_running_store_removes_and_refuses_snapshots(
     open_store, tmp_path
 ) -> None:
     store = await open_store()

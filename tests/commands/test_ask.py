@@ -79,7 +79,7 @@ def test_ask_refuses_an_empty_session_name() -> None:
         assert "the session's name is empty" in done.stderr
 
 
-def test_ask_on_a_terminal_is_a_usage_error_without_a_question_and_with_a_dash_reads_the_terminal() -> None:
+def test_ask_on_a_terminal_needs_a_question_or_a_dash_which_makes_it_read_the_terminal() -> None:
     with Terminal("ask") as terminal:
         assert terminal.end() == 2
         assert "there is no question" in terminal.transcript
@@ -89,7 +89,7 @@ def test_ask_on_a_terminal_is_a_usage_error_without_a_question_and_with_a_dash_r
         assert "no NATS server" in terminal.transcript
 
 
-async def test_the_generation_options_of_ask_reach_the_worker(local_worker: Callable[..., Any]) -> None:
+async def test_the_request_of_ask_has_the_given_generation_options(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
     options = ("--system", "Be brief.", "--top-p", 0.5, "--temperature", 2, "--seed", 7)
     options += ("--top-k", 5, "--min-p", 0.1, "--repetition-penalty", 1.5)
@@ -173,7 +173,7 @@ async def begun(client: Client, count: int) -> None:
 
 
 @pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM", "closed terminal"])
-async def test_ctrl_c_sigterm_or_a_closed_terminal_cancels_the_answer_of_ask_and_sets_the_exit_code(
+async def test_ctrl_c_makes_ask_cancel_and_exit_with_130_and_sigterm_or_a_closed_terminal_with_143(
     local_worker: Callable[..., Any], endless_model: Path, ended: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -367,7 +367,7 @@ async def test_ask_succeeds_as_a_background_job_and_without_a_controlling_termin
     assert await asyncio.to_thread(run) == 0
 
 
-async def test_ask_with_a_schema_file_prints_json_that_fits_the_schema_and_refuses_invalid_schema_files(
+async def test_ask_prints_json_that_fits_its_schema_file_and_refuses_a_file_without_a_schema(
     local_worker, tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -427,7 +427,7 @@ async def test_ask_starts_a_session_under_a_cache_policy_and_info_shows_its_visi
 
 
 @pytest.mark.parametrize("policy", ["half", "full:1", "sink_window:4", "sink_window:0,64", "paged:x"])
-def test_ask_with_an_invalid_cache_policy_is_a_usage_error_that_shows_the_valid_forms(policy: str) -> None:
+def test_ask_with_an_unknown_or_incomplete_cache_policy_exits_with_2_and_shows_the_forms(policy: str) -> None:
     done = turnkeep(*ASKED, "--cache-policy", policy)
     assert done.returncode == 2
     assert f"'{policy}' must be full, sink_window:SINK,WINDOW with two numbers" in " ".join(

@@ -130,7 +130,7 @@ async def test_the_commands_show_and_chat_print_no_escape_codes_if_no_color_is_s
     assert "\x1b" not in await asyncio.to_thread(chat)
 
 
-async def test_a_chat_executes_slash_commands_sends_questions_of_several_lines_and_explains_wrong_input(
+async def test_a_chat_executes_slash_commands_sends_multi_line_questions_and_explains_unknown_commands(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -237,7 +237,7 @@ async def test_in_a_chat_the_first_ctrl_c_clears_the_typed_line_and_the_second_o
     assert said(await requests(worker.client)) == []
 
 
-async def test_ctrl_c_stops_a_streaming_answer_and_the_chat_continues(
+async def test_ctrl_c_stops_a_streaming_answer_and_the_chat_takes_the_next_question(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -339,7 +339,7 @@ async def test_the_last_exchanges_of_a_chat_omit_failed_repeated_and_rewound_que
     assert await seen() == [("raw", 0)]
 
 
-async def test_a_chat_cannot_rewind_to_an_exchange_whose_position_a_later_exchange_has_changed(
+async def test_rewinding_a_chat_behind_an_exchange_whose_prompt_a_later_one_rewrote_raises_an_error(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()

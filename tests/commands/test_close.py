@@ -204,7 +204,7 @@ async def test_the_command_rewind_removes_the_last_exchanges_or_everything_after
     assert "give --last or --position, not both" in said
 
 
-async def test_the_command_rewind_removes_nothing_if_an_answer_ends_between_its_start_and_its_execution(
+async def test_the_command_rewind_removes_nothing_if_the_session_changes_before_the_request_runs(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

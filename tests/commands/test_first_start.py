@@ -164,9 +164,7 @@ def test_an_unanswered_command_reports_a_stuck_worker_if_one_runs_and_else_how_t
         run_until_signal(settings, ask)
 
 
-def test_a_worker_whose_standard_error_is_closed_still_serves_requests(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_worker_whose_standard_error_is_closed_answers_requests(tmp_path: Path, tiny_model: Path) -> None:
     words = [sys.executable, "-m", "commands", "serve", "--data-dir", str(tmp_path / "data"), "--until-eof"]
     words += ["--nats-port", str(free_port()), "--model", str(tiny_model)]
     with Popen(

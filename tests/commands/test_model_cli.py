@@ -43,7 +43,7 @@ async def test_model_rm_refuses_to_remove_a_model_that_a_running_worker_serves(
     shutil.copytree(tiny_model, tmp_path / "data" / "models" / "mine")  # the fixture starts it again
 
 
-async def test_model_list_shows_broken_models_with_their_faults_and_model_rm_removes_them(
+async def test_model_list_shows_truncated_models_with_their_faults_and_model_rm_removes_them(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     """As after a copy or a download by hand that has ended too early."""

@@ -218,7 +218,7 @@ def help_of(*command: str, columns: int = 80, flag: str = "--help") -> str:
         "--nats [embedded|URL]",
     ],
 )
-def test_the_help_of_serve_shows_the_allowed_values_or_the_form_of_the_value_of_an_option(shown: str) -> None:
+def test_the_help_of_serve_shows_for_each_option_its_allowed_values_or_their_form(shown: str) -> None:
     assert shown in help_of("serve", flag="--help-all")
 
 
@@ -241,7 +241,7 @@ def test_the_help_lists_at_most_28_commands_in_groups_one_per_line_and_begins_wi
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "ask", "serve", "sessions", "show"])
-def test_the_help_of_a_daily_command_fits_on_a_page_of_40_lines(command: str) -> None:
+def test_the_help_of_run_chat_ask_serve_sessions_and_show_fits_in_40_lines(command: str) -> None:
     shown = help_of(command)
     assert shown.count("\n") <= 40, shown
     assert "--help-all" in shown

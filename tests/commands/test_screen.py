@@ -147,7 +147,7 @@ def test_a_markdown_block_taller_than_the_terminal_is_not_rendered_and_stays_raw
     assert "\n".join(shown()).rstrip().endswith("x\n```\n\nThen")
 
 
-def test_escape_sequences_in_markdown_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_escape_sequences_in_markdown_lose_their_escape_character(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = terminal(monkeypatch)
     screen = MarkdownScreen()
     screen.write("&#27;[2J \x1b[2J `\x1b[2J` &#x9b;2J\n")

@@ -212,7 +212,9 @@ def test_service_install_on_macos_can_be_repeated_and_service_uninstall_removes_
     assert not (folder / "turnkeep.plist").exists()
 
 
-def test_launchd_does_not_restart_a_worker_whose_settings_are_wrong(run: Run, config: Path) -> None:
+def test_launchd_does_not_restart_a_worker_whose_settings_have_an_unknown_name(
+    run: Run, config: Path
+) -> None:
     made = plistlib.loads(units.agent(["turnkeep"], config.parent, config.parent / "log"))
     assert made["KeepAlive"] == {"SuccessfulExit": False}
     config.write_text("modle = 'x'\n")
@@ -222,7 +224,7 @@ def test_launchd_does_not_restart_a_worker_whose_settings_are_wrong(run: Run, co
         assert (done.returncode, "modle" in done.stderr) == (code, True), done.stderr
 
 
-def test_the_log_of_a_launchd_service_is_rotated_before_it_grows_too_large(
+def test_the_log_of_a_launchd_service_is_rotated_at_its_size_limit_and_keeps_the_last_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "log"
@@ -265,7 +267,7 @@ def test_service_install_on_macos_refuses_a_protected_folder_whatever_its_capita
         service._check_places(tmp_path / "documents" / "data")
 
 
-def test_a_refused_service_install_names_the_obstacle_in_one_line_and_writes_nothing(
+def test_service_install_without_systemd_or_a_settings_file_fails_in_one_line_and_writes_nothing(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
 ) -> None:
     def refused(*words: str) -> str:

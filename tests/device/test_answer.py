@@ -122,7 +122,7 @@ def num_bytes(answer: Answer) -> int:
 
 
 @pytest.mark.parametrize("closes", ["</tool_call>", ""])
-def test_an_answer_whose_tool_calls_grow_too_large_keeps_the_calls_that_fit_and_ends_with_length(
+def test_an_answer_whose_tool_calls_grow_too_large_keeps_those_that_fit_and_has_finish_reason_length(
     calling, closes: str
 ) -> None:
     """A short call is a long object in the result: its id, its type and its names."""

@@ -108,6 +108,6 @@ def test_a_rope_scaling_gives_the_same_logits_under_each_config_field_name_or_is
 
 
 @pytest.mark.packaging
-def test_the_architecture_table_of_the_documentation_matches_the_results_of_the_batching_trials() -> None:
+def test_the_architecture_table_of_the_documentation_matches_the_batching_self_test_results() -> None:
     """If this fails, write the table again: python tests/device/architectures.py."""
     assert table() == [*csv.reader(TABLE.read_text().splitlines())]

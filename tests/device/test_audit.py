@@ -139,7 +139,7 @@ async def test_the_kv_audit_skips_a_block_that_was_evicted_and_holds_no_snapshot
 
 
 @pytest.mark.parametrize("fault", ["the worker stops", "the disk fails"])
-async def test_the_task_of_kv_audits_continues_after_a_disk_error_or_a_worker_stop_during_an_audit(
+async def test_a_disk_error_or_a_worker_stop_during_a_kv_audit_does_not_end_the_audit_task(
     make_model, open_process, monkeypatch, fault
 ) -> None:
     model = make_model("llama")

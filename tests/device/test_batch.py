@@ -55,7 +55,7 @@ def run(
     return drawn
 
 
-def test_a_bfloat16_model_passes_its_batching_trial_despite_rounding(build_model) -> None:
+def test_a_bfloat16_model_passes_its_batching_self_test_despite_rounding(build_model) -> None:
     """In 12 layers bfloat16 changes logits by 0.06 to 0.11 of the largest, as much as a wrong mask does."""
     model = build_model("llama", num_hidden_layers=12, **WIDE)
     model.set_dtype(mx.bfloat16)
@@ -78,7 +78,7 @@ def test_a_bfloat16_model_passes_its_batching_trial_despite_rounding(build_model
         ("llama4", None, OwnPass, CommonKv),
     ],
 )
-def test_each_kind_of_model_is_batched_in_the_way_that_its_cache_classes_and_attention_allow(
+def test_each_kind_of_model_is_batched_by_the_method_listed_for_it_with_and_without_kv_bits(
     make_model, kind, kv_bits, way, keeping
 ) -> None:
     batch = batch_for(make_model(kind, kv_bits))
@@ -165,7 +165,7 @@ def test_a_batch_lists_the_rows_whose_kv_cache_may_need_more_memory_in_the_next_
     assert batch.growing == [255]
 
 
-def test_batch_rows_decode_with_separate_kv_caches_after_memory_for_a_shared_cache_pool_ran_out(
+def test_batch_rows_decode_with_separate_kv_caches_after_memory_for_a_shared_kv_array_ran_out(
     make_model, monkeypatch
 ) -> None:
     """Not even the first row joined the pool, and later there is no room for one."""
@@ -207,7 +207,7 @@ def never() -> int:
     raise AssertionError("it was tried again")
 
 
-def test_the_result_of_a_passed_batching_trial_is_stored_and_the_trial_is_not_run_again(path: Path) -> None:
+def test_the_result_of_a_passed_batching_self_test_is_stored_and_the_test_not_run_again(path: Path) -> None:
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
     assert Trials(path, "model").way("merge", never, 2) == 1
     assert Trials(path, "model").way("share", lambda: 0, 1) == 0
@@ -244,7 +244,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
     ],
     ids=["M1", "M4", "M5", "M5 in float32", "H200", "unknown"],
 )
-def test_a_batching_trial_allows_large_deviations_only_on_a_gpu_that_may_use_reduced_precision(
+def test_a_batching_self_test_allows_large_deviations_only_on_a_gpu_of_reduced_precision(
     a_gpu, monkeypatch, make_model, told, tf32, is_coarse
 ) -> None:
     """Otherwise a wrong mask could pass."""
@@ -256,7 +256,7 @@ def test_a_batching_trial_allows_large_deviations_only_on_a_gpu_that_may_use_red
     assert batch_kinds._tolerance(model) == (batch_kinds._COARSE if is_coarse else batch_kinds._TOLERANCE)
 
 
-def test_a_model_whose_batched_logits_deviate_by_more_than_rounding_fails_its_batching_trial(
+def test_a_model_whose_batched_logits_deviate_by_more_than_rounding_fails_its_batching_self_test(
     make_model,
 ) -> None:
     model = make_model("llama")
@@ -265,7 +265,7 @@ def test_a_model_whose_batched_logits_deviate_by_more_than_rounding_fails_its_ba
     assert passed == [most / 2]
 
 
-def test_a_stored_batching_trial_result_is_used_only_on_the_same_gpu_and_system(
+def test_a_stored_batching_self_test_result_is_used_only_on_the_same_gpu_and_system(
     a_gpu, monkeypatch, make_model
 ) -> None:
     """Another chip has other kernels, and so may have another macOS."""
@@ -280,7 +280,7 @@ def test_a_stored_batching_trial_result_is_used_only_on_the_same_gpu_and_system(
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{not json", '{"model": 3}', "[" * 100_000])
-def test_a_broken_file_of_batching_trial_results_is_treated_as_empty_and_replaced(
+def test_an_unreadable_file_of_batching_self_test_results_is_treated_as_empty_and_replaced(
     path: Path, content: str
 ) -> None:
     path.write_text(content)
@@ -289,13 +289,13 @@ def test_a_broken_file_of_batching_trial_results_is_treated_as_empty_and_replace
 
 
 @pytest.mark.parametrize("way", [2, -1, True, "1", None, 1.0])
-def test_a_batching_trial_whose_stored_result_is_invalid_runs_again(path: Path, way: object) -> None:
+def test_a_batching_self_test_whose_stored_result_is_out_of_range_runs_again(path: Path, way: object) -> None:
     path.write_text(json.dumps({"model": {"merge": way}}))
     assert Trials(path, "model").way("merge", lambda: 0, 2) == 0
 
 
 @pytest.mark.parametrize("trial", ["share", "sketches"])
-def test_a_batching_trial_in_which_the_gpu_fails_raises_the_error_and_gives_no_verdict_on_the_model(
+def test_a_batching_self_test_in_which_the_gpu_fails_raises_the_error_and_gives_no_verdict(
     make_model, monkeypatch, trial: str
 ) -> None:
     """Otherwise a sound model would be served slowly, or without a policy, until the next start."""
@@ -310,17 +310,17 @@ def test_a_batching_trial_in_which_the_gpu_fails_raises_the_error_and_gives_no_v
         batch_kinds.batch_for(make_model("llama"))
 
 
-def test_a_full_file_of_batching_trial_results_drops_the_model_whose_trial_is_oldest(path: Path) -> None:
+def test_a_full_file_of_batching_self_test_results_drops_the_model_tested_longest_ago(path: Path) -> None:
     for i, name in [*((i, "merge") for i in range(16)), (0, "share"), (16, "merge")]:
         Trials(path, f"model {i}").way(name, lambda: 0, 2)
     assert [*json.loads(path.read_text())] == [f"model {i}" for i in (*range(2, 16), 0, 16)]
 
 
-def test_a_batching_trial_returns_its_result_even_if_the_result_cannot_be_stored(tmp_path: Path) -> None:
+def test_a_batching_self_test_returns_its_result_even_if_the_result_cannot_be_stored(tmp_path: Path) -> None:
     assert Trials(tmp_path / "missing" / "trials.json", "model").way("merge", lambda: 1, 2) == 1
 
 
-def test_a_batching_trial_whose_result_is_shipped_with_turnkeep_does_not_run(path: Path) -> None:
+def test_a_batching_self_test_whose_result_is_shipped_with_turnkeep_does_not_run(path: Path) -> None:
     trials = Trials(path, "model", {"share": 0})
     assert trials.way("share", never, 1) == 0
     assert trials.way("merge", lambda: 1, 2) == 1
@@ -349,7 +349,7 @@ batch_for(loaded.model, trials=Trials(path, trial_key(loaded, layers.describe(ow
 @pytest.mark.model
 @pytest.mark.packaging  # 30 s, for what changes with the packages alone
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="shipped for a CPU only")
-def test_the_shipped_batching_trial_results_equal_those_of_new_trials_of_the_packaged_model(
+def test_the_shipped_batching_self_test_results_equal_those_of_new_tests_of_the_packaged_model(
     packaged_folder: Path, path: Path
 ) -> None:
     """If it fails after an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`.

@@ -34,7 +34,7 @@ def test_the_longest_draft_on_metal_has_as_many_tokens_as_the_attention_kernel_f
 
 
 @pytest.mark.parametrize("most_queries", [8, 0], ids=["few tokens", "more than the kernel takes"])
-def test_a_decode_step_of_batch_rows_in_a_cache_pool_builds_one_mask_for_all_heads_and_layers(
+def test_a_decode_step_of_batch_rows_in_a_shared_kv_array_builds_one_mask_for_all_layers(
     make_model, monkeypatch, most_queries: int
 ) -> None:
     masks: list[mx.array] = []
@@ -106,7 +106,7 @@ def test_cuda_attention_with_padded_shapes_equals_attention_without_padding(num:
     assert mx.abs(found - expected).max().item() < 1e-5
 
 
-def test_padding_reduces_the_attention_shapes_of_prompts_and_turns_to_a_few_cudnn_plans() -> None:
+def test_padding_reduces_the_attention_shapes_of_a_long_session_to_at_most_64_cudnn_plans() -> None:
     """A session of 200 turns of up to 100 tokens, and prompts of every length up to 1,024."""
     turns = ((17 + i % 84, 100 * i + 17 + i % 84) for i in range(1, 200))
     prompts = ((num, num) for num in range(1, 1025))

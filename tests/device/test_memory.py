@@ -184,7 +184,7 @@ def test_peak_device_memory_stays_within_the_limit_under_random_prompts(make_rig
 GIB = 2**30
 
 
-def test_the_memory_estimate_of_fused_attention_needs_no_score_matrix_and_covers_some_head_sizes() -> None:
+def test_fused_attention_is_estimated_without_a_score_matrix_and_only_for_supported_head_sizes() -> None:
     small, large = (Shape(8, dim, 512, 1, 1) for dim in (128, 129))
     assert attention_bytes(small, 10, 1000, fused=True) == 8 * 10 * 128 * 4
     assert attention_bytes(small, 10, 1000, fused=False) == 8 * 10 * (128 + 1000) * 4
@@ -196,7 +196,7 @@ def test_the_memory_estimate_of_fused_attention_needs_no_score_matrix_and_covers
     assert not small.fuses(_PROFILES["cpu"].fused_head_dims)
 
 
-def test_the_memory_estimate_of_latent_attention_uses_the_latent_head_sizes_and_no_fusion() -> None:
+def test_latent_attention_is_estimated_with_the_latent_head_sizes_and_as_unfused() -> None:
     """In such configurations (deepseek_v3) the field `head_dim` has only the size of the rotary part."""
     config = {
         "num_attention_heads": 128,
@@ -252,7 +252,7 @@ def test_the_memory_estimator_uses_default_values_for_sizes_that_a_models_config
     assert shape_of({"hidden_size": 64}) == Shape(1, 64, 64, 256, 1)
 
 
-def test_step_memory_is_reserved_for_the_longest_session_whose_kv_can_fit_into_memory() -> None:
+def test_memory_of_a_step_is_reserved_for_the_longest_session_whose_kv_can_fit_into_memory() -> None:
     """No session can be longer than the KV that fits into memory, so no step needs more than that."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     estimator = Estimator(

@@ -162,7 +162,7 @@ def test_batch_rows_run_one_after_the_other_if_memory_to_merge_their_kv_caches_i
         assert piece.row.caches is piece.caches
 
 
-def test_batch_rows_of_a_windowed_model_that_failed_its_merging_trial_decode_with_separate_caches(
+def test_batch_rows_of_a_windowed_model_that_failed_its_merging_self_test_decode_separately(
     make_model, monkeypatch
 ) -> None:
     model = make_model("exaone4")
@@ -281,9 +281,7 @@ def test_a_batch_row_that_joins_merged_kv_caches_takes_no_more_memory_than_estim
         assert mx.get_active_memory() - before <= said + 20_000
 
 
-def test_merged_kv_caches_report_all_batch_rows_as_growing_before_a_step_that_allocates_memory(
-    make_model,
-) -> None:
+def test_a_step_in_which_merged_kv_caches_take_more_memory_is_announced_for_all_rows(make_model) -> None:
     """Merged KV grows by 256 tokens for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
     merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))

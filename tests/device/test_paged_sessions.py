@@ -80,7 +80,7 @@ def _stored(caches: list[PagedCache], tokens: Span) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_paged_attention_over_recalled_chunks_equals_full_attention_with_the_corresponding_mask(
+def test_paged_attention_over_chunks_read_from_disk_equals_full_attention_under_the_same_mask(
     model, seed: int
 ) -> None:
     """In every layer a token sees sinks, window, pinned chunks and recalled ones, each once, nothing else."""
@@ -119,7 +119,7 @@ def test_paged_attention_over_recalled_chunks_equals_full_attention_with_the_cor
 @pytest.mark.parametrize(
     ("num_tokens", "sketched"), [(200, None), (MOST, None), (MOST + 70, (1,)), (3 * MOST + 5, None)]
 )
-def test_a_paged_session_rebuilt_from_stored_blocks_continues_with_the_same_logits(
+def test_a_paged_session_rebuilt_from_stored_blocks_gives_the_same_logits_as_before(
     model, num_tokens: int, sketched: tuple[int, ...] | None
 ) -> None:
     tokens, forward = prompt(num_tokens + 20), Forward(model)
@@ -155,9 +155,7 @@ def test_a_paged_session_rebuilt_from_stored_blocks_continues_with_the_same_logi
     assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_the_layers_whose_attention_matches_repeated_tokens_are_selected_for_key_sketches(
-    build_model,
-) -> None:
+def test_the_layers_whose_attention_matches_repeated_tokens_keep_2_bit_keys(build_model) -> None:
     model = build_model("llama", **WIDE, num_hidden_layers=12, num_key_value_heads=4, rope_theta=1e12)
     for layer in model.layers:  # nothing is added to the embeddings
         layer.self_attn.o_proj.weight *= 0
@@ -217,9 +215,7 @@ async def test_paged_sessions_restored_together_need_memory_only_for_the_part_th
         assert [one.num_prefilled for one in await asyncio.gather(*asked)] == [200] * 3
 
 
-def test_a_model_is_served_without_key_sketches_if_selecting_the_layers_for_sketches_fails(
-    model, monkeypatch
-) -> None:
+def test_a_model_is_served_without_2_bit_keys_if_choosing_layers_for_them_fails(model, monkeypatch) -> None:
     assert batch_kinds.batch_for(model).sketched == (0, 1)
     monkeypatch.setattr(matching, "find", lambda *_: 1 // 0)
     batch = batch_kinds.batch_for(model)
@@ -252,9 +248,7 @@ def test_in_a_paged_session_the_most_relevant_chunk_replaces_the_least_relevant_
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
-def test_a_paged_session_recalls_a_chunk_matched_only_by_the_last_question_before_one_always_matched() -> (
-    None
-):
+def test_a_paged_session_prefers_a_chunk_newly_matched_by_the_last_question_to_one_always_matched() -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for asked in ({5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.8}):
         pages.note(mx.array([asked.get(page, 0.0) for page in range(40)]))
@@ -263,7 +257,7 @@ def test_a_paged_session_recalls_a_chunk_matched_only_by_the_last_question_befor
 
 
 @pytest.mark.parametrize(("page", "chunks"), [(21, [5, 8]), (22, [5, 8]), (23, [5, 6, 8]), (20, [5, 4, 8])])
-def test_in_a_paged_session_a_key_match_at_the_edge_of_a_chunk_also_recalls_the_neighbouring_chunk(
+def test_in_a_paged_session_a_key_match_at_the_edge_of_a_chunk_also_selects_the_neighbouring_chunk(
     page: int, chunks: list[int]
 ) -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
@@ -277,7 +271,7 @@ async def _answered(process: Process, tokens: list[int], num: int) -> tuple[Any,
     return outcome, answer
 
 
-async def test_a_paged_turn_recalls_its_relevant_chunks_from_disk_and_a_restart_restores_only_a_part(
+async def test_a_paged_turn_reads_its_most_relevant_chunks_from_disk_and_a_restart_restores_only_a_part(
     model, open_process, monkeypatch
 ) -> None:
     """The prompt attends to the rest of the session from disk, which is not kept on the device."""
@@ -314,7 +308,7 @@ async def test_a_paged_turn_recalls_its_relevant_chunks_from_disk_and_a_restart_
         assert len(session) * (per_token + sketch) > 3 * most
 
 
-async def test_in_a_paged_session_every_chunk_before_the_window_is_considered_for_recall(
+async def test_every_chunk_of_a_paged_session_before_the_window_is_ranked_for_reading_it_from_disk(
     model, open_process, monkeypatch
 ) -> None:
     """This includes chunks at the end of a long prompt."""
@@ -331,7 +325,7 @@ async def test_in_a_paged_session_every_chunk_before_the_window_is_considered_fo
     assert considered[-1] >= (len(tokens) - (POLICY.window or 0)) // CHUNK
 
 
-async def test_a_paged_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
+async def test_a_paged_answer_completes_without_a_chunk_that_is_no_longer_on_disk(
     model, open_process, monkeypatch
 ) -> None:
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in [2, 9] if c not in self.slots])

@@ -121,7 +121,7 @@ def test_with_a_head_size_of_64_kv_is_quantised_in_groups_of_64_numbers() -> Non
         ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32}, "attention cannot read quantised KV"),
     ],
 )
-def test_a_model_that_does_not_support_quantised_kv_is_refused_with_kv_bits_in_one_line(
+def test_the_setting_kv_bits_with_a_model_without_quantised_kv_is_refused_in_one_line(
     build_model, kind, changes, said
 ) -> None:
     model = build_model(kind, **changes)

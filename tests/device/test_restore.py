@@ -120,7 +120,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("kind", "kv_bits", "policy"), EXACT, ids=str)
-async def test_each_turn_in_a_new_process_prefills_only_new_tokens_and_continues_bit_for_bit(
+async def test_each_turn_in_a_new_process_prefills_only_new_tokens_and_has_the_logits_of_one_process(
     open_process, kind, kv_bits, policy
 ) -> None:
     """Compares a process per turn with one for all turns: all bits of the logits, and tokens drawn by a seed.
@@ -155,7 +155,7 @@ async def test_each_turn_in_a_new_process_prefills_only_new_tokens_and_continues
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", *CUT])
-async def test_a_rewound_session_continues_from_stored_kv_or_the_last_stored_recurrent_state(
+async def test_a_rewound_session_reuses_stored_kv_or_the_last_stored_recurrent_state(
     open_process, kind
 ) -> None:
     """The device's caches cannot be trimmed. On disk there is a recurrent state at each block boundary."""

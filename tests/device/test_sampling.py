@@ -75,7 +75,7 @@ def test_penalties_biases_and_min_tokens_change_logits_exactly_as_a_plain_python
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_penalties_and_min_tokens_of_a_draw_take_the_preceding_draft_tokens_into_account() -> None:
+def test_penalties_and_min_tokens_of_a_draw_count_the_draft_tokens_before_it() -> None:
     sampling = RowSampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12)
     sampler = RowSampler(sampling, answered=[7] * 10, prompt=[3], end_tokens=frozenset((1,)))
 

@@ -306,7 +306,7 @@ async def test_saving_missing_kv_of_an_idle_session_evicts_only_snapshots_that_w
         assert store.stats().durable - num_durable < 3, "sessions that were used earlier were saved again"
 
 
-async def test_saving_missing_snapshots_continues_after_a_session_whose_early_kv_has_left_the_device(
+async def test_a_session_whose_early_kv_has_left_the_device_does_not_end_the_saving_of_snapshots(
     make_model, open_process
 ) -> None:
     policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))

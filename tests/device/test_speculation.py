@@ -113,7 +113,7 @@ def test_a_draft_model_changes_no_token_of_an_answer_and_lowers_the_number_of_st
     assert found.saved_s > 0
 
 
-def test_batch_rows_in_a_shared_cache_pool_draft_together_and_get_the_same_tokens_as_without_drafts(
+def test_batch_rows_in_a_shared_kv_array_draft_together_and_get_the_same_tokens_as_without_drafts(
     make_model, draft_model
 ) -> None:
     """Drafts have any length. A row leaves, the pool gets full, and answers reach their limits."""
@@ -182,7 +182,7 @@ def test_batch_rows_beyond_the_limit_of_sessions_with_draft_model_kv_decode_with
     assert len(drafter._shadows) == 1
 
 
-def test_the_kv_of_the_draft_model_for_a_long_answer_is_restarted_so_that_it_stays_short(
+def test_the_draft_models_kv_of_a_long_answer_is_rebuilt_from_recent_tokens_to_stay_short(
     make_model, draft_model, monkeypatch
 ) -> None:
     monkeypatch.setattr(models, "MOST_HELD", 96)
@@ -246,7 +246,7 @@ def test_a_draft_model_is_refused_for_a_target_model_whose_caches_cannot_be_trim
         draft_model_of(draft, model, Trials())
 
 
-def test_an_answer_continues_without_drafts_after_its_draft_model_fails(
+def test_an_answer_whose_draft_model_fails_has_the_same_tokens_as_without_drafts(
     make_model, draft_model, monkeypatch
 ) -> None:
     model, drafter = make_model("llama"), draft_model()
@@ -313,9 +313,7 @@ def test_prompt_lookup_finds_the_latest_earlier_occurrence_of_the_last_tokens_at
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_prompt_lookup_says_that_a_draft_is_possible_whenever_some_next_token_allows_a_draft(
-    tokens: list[int],
-) -> None:
+def test_prompt_lookup_rules_out_a_draft_only_if_no_next_token_would_allow_one(tokens: list[int]) -> None:
     for token in range(4):
         row = Row([], array("I", tokens), RowSampler(RowSampling()), len(tokens) - 1, 10)
         may = Lookup().num_missing(row) == 0
@@ -420,7 +418,7 @@ class World:
     ],
 )
 @pytest.mark.parametrize("num_rows", [1, 4], ids=["one row", "four rows"])
-def test_speculative_decoding_slows_answers_by_at_most_3_percent_and_good_drafts_speed_them_up(
+def test_speculative_decoding_slows_answers_by_at_most_3_percent_and_accepted_drafts_speed_them_up(
     num_rows: int, late: float, checked: float, right: float, pass_share: float, least: float
 ) -> None:
     """The drafters are a draft model, and prompt lookup that is right half as often."""

@@ -71,7 +71,7 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     assert turn.request.answer.finish_reason == "length"
 
 
-def test_a_resumed_answer_keeps_its_published_tokens_and_samples_the_same_remaining_tokens(
+def test_a_resumed_answer_has_its_published_tokens_and_then_those_of_an_uninterrupted_answer(
     make_rig, model
 ) -> None:
     """Tokens published before a crash are not drawn again; the draws after them do not change."""
@@ -125,7 +125,7 @@ def test_snapshots_are_made_of_requested_prompt_blocks_all_answer_blocks_and_the
         ((16, 20), (24, 31)),
     ],
 )
-def test_the_snapshot_of_an_answers_partial_block_has_only_new_tokens_or_replaces_short_pieces(
+def test_the_snapshot_of_an_answers_last_block_has_only_new_tokens_or_replaces_shorter_pieces(
     make_rig, model, edges, cut
 ) -> None:
     """Stored pieces of the block stay, except those that are not longer than the new piece."""

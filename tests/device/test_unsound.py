@@ -267,7 +267,7 @@ def test_a_worker_refuses_a_model_whose_first_logits_are_nan(make_rig, model) ->
         make_rig(model)
 
 
-def test_an_answer_with_some_logits_of_minus_infinity_is_valid_and_one_with_only_such_logits_fails() -> None:
+def test_an_answer_completes_if_some_but_fails_if_all_of_its_logits_are_minus_infinity() -> None:
     """Models set the logits of ids without a token to minus infinity."""
     logits = mx.full((2, 8), -math.inf)
     logits[0, 3] = 1.0

@@ -78,7 +78,7 @@ def test_a_rewind_within_the_ring_cache_prefills_one_token_and_a_longer_rewind_p
     _assert_greedy(naive, context[:200], rig.tokens(beyond), 4)
 
 
-def test_batch_rows_of_windowed_sessions_join_a_cache_pool_once_and_never_move_to_another_pool(
+def test_batch_rows_of_windowed_sessions_join_a_shared_kv_array_once_and_never_move_to_another(
     make_model, make_rig, monkeypatch
 ) -> None:
     joined: list[int] = []
@@ -91,7 +91,7 @@ def test_batch_rows_of_windowed_sessions_join_a_cache_pool_once_and_never_move_t
     assert all(rig.end(turn).cost.num_cached > SLACK + 23 for turn in turns)
 
 
-def test_a_restored_ring_cache_that_leaves_a_cache_pool_claims_no_tokens_that_it_lacked_before() -> None:
+def test_a_restored_ring_cache_leaving_a_shared_kv_array_claims_no_tokens_that_it_lacked() -> None:
     """It has room for more tokens than the last ones, with which it was restored."""
     ring = RingCache(POLICY.sink, POLICY.window or 0)
     restored = [mx.ones((1, 2, 23, 8))]

@@ -149,7 +149,7 @@ async def gateway(worker: Any, port: int) -> AsyncIterator[None]:
         ("fan_out.py", 9, "tokens prefilled"),
     ],
 )
-async def test_an_example_survives_a_worker_crash_and_prints_the_same_output_when_run_again(
+async def test_each_example_prints_the_same_output_again_after_a_crash_of_its_worker(
     here: Here, example: str, num_requests: int, said: str
 ) -> None:
     process = await here.run(*example.split())

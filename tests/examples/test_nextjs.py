@@ -76,7 +76,7 @@ def running(site: Path, port: int, url: str) -> Iterator[None]:
 
 @pytest.mark.registry("npm")
 @pytest.mark.timeout(900)
-def test_the_nextjs_chat_continues_through_page_reloads_and_kills_of_site_gateway_and_worker(
+def test_the_nextjs_chat_completes_its_answer_despite_page_reloads_and_kills_of_every_server(
     worker_process: Any, endless_model: Path, site: Path, tmp_path: Path
 ) -> None:
     """Each reload resumes the answer by `useChat({ resume: true })`; the complete answer is saved."""

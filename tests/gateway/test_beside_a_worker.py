@@ -114,7 +114,7 @@ def test_a_worker_whose_gateway_port_is_in_use_fails_before_it_loads_the_model(
 
 
 @pytest.mark.process
-async def test_the_command_gateway_obeys_its_options_keys_cors_explain_and_until_eof(
+async def test_the_command_gateway_checks_keys_sends_cors_and_explain_headers_and_ends_at_eof(
     local_worker: Any, tmp_path: Path
 ) -> None:
     worker, port, site = await local_worker(), free_port(), "https://chat.example"

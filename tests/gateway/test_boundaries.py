@@ -114,7 +114,7 @@ def test_an_answer_that_a_client_sends_back_with_stripped_white_space_matches_th
     assert after not in boundaries.after_answer(prompt, result("\n"))
 
 
-def test_the_gateway_decodes_its_own_request_ids_and_fork_tags_and_rejects_those_of_others() -> None:
+def test_the_gateway_decodes_request_ids_and_fork_tags_that_it_made_and_no_others() -> None:
     name = RequestName(b"\xab" * 16, b"\x02" * 8, 3)
     assert RequestName.parse(str(name)) == name
     for other in ("turn-1", "a-b-c", str(name).upper(), f"{name}-1", ""):
@@ -211,7 +211,7 @@ def test_a_session_continued_by_another_gateway_stays_indexed_unless_its_templat
 
 
 @pytest.mark.parametrize(("num_running", "expected"), [(1, 9), (0, None)])
-async def test_after_a_refused_fork_the_index_waits_for_the_running_requests_position_or_forgets_its_own(
+async def test_a_refused_fork_makes_the_gateway_forget_the_sessions_position_unless_a_request_runs(
     num_running: int, expected: int | None
 ) -> None:
     index, held = SessionIndex(), IndexedSession("s", 3, 1.0)
@@ -249,13 +249,13 @@ def test_the_conversation_index_lists_for_removal_idle_sessions_and_the_oldest_b
     assert [held.name for held in index.old(5.0)] == ["2", "3", "4"]
 
 
-def test_requests_with_different_sampling_options_or_answer_numbers_have_different_digests() -> None:
+def test_requests_that_differ_in_sampling_options_or_answer_index_have_different_digests() -> None:
     options: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"logit_bias": {3: 1.0}}]
     digests = {boundaries.options_digest(one, number) for one in options for number in (0, 1)}
     assert len(digests) == 6
 
 
-def test_a_gateway_cancel_sent_after_the_append_of_a_large_request_has_ended_names_the_request() -> None:
+def test_a_gateway_cancels_a_large_request_and_no_longer_its_append_once_the_append_has_ended() -> None:
     asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
     asked.begin_append("append")
     asked.end_append(b"b", 5)

@@ -78,7 +78,7 @@ def parts(content: Any) -> Any:
     return [{"type": "text", "text": text} for text in (content[:3], content[3:])]
 
 
-async def test_a_gateway_that_could_not_read_the_log_at_its_start_later_continues_earlier_conversations(
+async def test_a_gateway_that_could_not_read_the_log_at_its_start_later_finds_earlier_conversations(
     gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, session, _ = await ask(await gateway(), messages := [user("Begin.")])

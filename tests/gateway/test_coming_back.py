@@ -171,7 +171,7 @@ async def test_an_answer_with_store_false_can_be_resumed_but_not_retrieved_or_co
     assert (await http.post(path, json=previous)).status_code == 400
 
 
-async def test_a_stream_with_n_of_2_answers_has_no_event_ids_and_cannot_be_fetched_later(
+async def test_a_stream_of_a_request_with_n_2_has_no_event_ids_and_cannot_be_fetched_later(
     http: httpx2.AsyncClient,
 ) -> None:
     several = events((await post(http, CHAT, {}, stream=True, n=2)).text)
@@ -464,7 +464,7 @@ async def test_looking_up_an_idempotency_key_in_the_log_is_retried_after_a_lost_
     assert not errors
 
 
-async def test_a_gateway_reconnects_and_continues_a_conversation_after_nats_closed_its_connection_for_good(
+async def test_a_gateway_whose_nats_connection_was_closed_for_good_answers_the_next_message_over_a_new_one(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     """As if its credentials had expired, or a client's message had exceeded a limit of its account."""

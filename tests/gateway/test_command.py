@@ -80,7 +80,7 @@ def test_only_a_gateway_that_listens_on_the_network_without_keys_warns_at_its_st
     assert ("--keys" in text) == warns
 
 
-def test_the_gateway_command_reports_a_port_in_use_and_a_missing_key_file(
+def test_the_command_gateway_fails_and_names_its_port_in_use_or_its_missing_key_file(
     nats_url: str, tmp_path: Path
 ) -> None:
     with listening("127.0.0.1", 0) as taken:

@@ -177,7 +177,7 @@ async def test_compacting_a_conversation_keeps_the_images_of_the_user_messages(s
     assert await served.images(again.headers["x-turnkeep-session"].split()[0]) == [digest(RED)]
 
 
-async def test_a_conversation_with_a_broken_image_is_refused_and_the_next_request_is_answered(
+async def test_a_conversation_with_a_damaged_image_is_refused_and_the_next_request_answered(
     served: Served,
 ) -> None:
     """It is refused in a sentence, and the request behind it answered."""

@@ -145,7 +145,7 @@ def fault_in(dialect: str, answer: httpx2.Response) -> str:
 
 
 @pytest.mark.parametrize("dialect", APIS)
-async def test_each_invalid_image_in_a_request_is_refused_in_a_sentence_and_the_next_request_is_answered(
+async def test_an_undecodable_or_oversized_image_in_a_request_is_refused_in_a_sentence(
     dialect: str, http: httpx2.AsyncClient
 ) -> None:
     huge = b64encode(b"\x89PNG" + bytes(MOST_BYTES)).decode()

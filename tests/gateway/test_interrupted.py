@@ -93,7 +93,7 @@ async def recorded(client: Any, session: str) -> list[Generated]:
     return [one for one in map(decode_result, (one.body for one in entries)) if isinstance(one, Generated)]
 
 
-async def test_a_chat_stream_pauses_and_then_continues_if_the_worker_is_killed_during_the_answer(
+async def test_a_chat_stream_whose_worker_is_killed_twice_completes_with_the_text_of_the_logged_result(
     started: Any, door: Any
 ) -> None:
     process, client = started
@@ -254,7 +254,7 @@ async def test_an_idle_conversation_is_removed_even_if_nats_did_not_confirm_its_
     await until(lambda: not served.index.sessions)
 
 
-async def test_requests_and_removals_of_the_gateway_wait_for_a_stopping_worker_and_then_succeed(
+async def test_requests_and_removals_of_the_gateway_wait_while_a_worker_stops_and_succeed_afterwards(
     local_worker: Any, door: Any, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that stops refuses to tell its metrics, for which the gateway asks before both."""

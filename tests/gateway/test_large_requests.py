@@ -37,7 +37,7 @@ async def requests_of(served: Any, session: str) -> list[bytes]:
     return [one.body for one in await served.worker.client.log(session) if one.kind == "in"]
 
 
-async def test_messages_too_large_for_one_request_are_appended_in_pieces_and_the_conversation_continues(
+async def test_messages_too_large_for_one_request_are_appended_in_pieces_and_then_answered(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     answer = await http.post(CHAT, json=body(SAID, tools=TOOLS))

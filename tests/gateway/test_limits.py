@@ -116,7 +116,7 @@ async def test_tokens_prefilled_before_a_request_was_cancelled_count_towards_the
         (None, "cannot be read"),
     ],
 )
-def test_an_invalid_api_key_file_is_refused_with_the_line_number_and_the_reason(
+def test_an_api_key_file_with_an_ill_formed_line_is_refused_with_the_line_number(
     tmp_path: Path, text: str | None, says: str
 ) -> None:
     if text is not None:

@@ -36,7 +36,7 @@ async def test_the_ollama_generate_endpoint_returns_the_same_answer_whole_and_as
     assert raw["prompt_eval_count"] < whole["prompt_eval_count"] < system["prompt_eval_count"]
 
 
-async def test_an_ollama_request_without_a_prompt_loads_the_model_and_unloading_needs_a_supervisor(
+async def test_an_ollama_request_without_a_prompt_loads_its_model_but_without_a_supervisor_unloads_none(
     http: httpx2.AsyncClient,
 ) -> None:
     for path, more in (("generate", {}), ("chat", {"messages": []})):
@@ -68,7 +68,7 @@ async def test_the_gateway_lists_its_models_in_the_formats_of_ollama_and_lm_stud
     assert (studio["id"], studio["state"], studio["max_context_length"]) == (listed["name"], "loaded", 2048)
 
 
-def test_the_ollama_and_lm_studio_model_lists_show_what_is_loaded_and_reasoning_as_thinking() -> None:
+def test_the_gateway_lists_an_unloaded_model_as_not_loaded_and_one_with_reasoning_as_thinking() -> None:
     more = {"worker": "w", "version": "1", "model": "m", "context_tokens": 2048, "reasoning": True}
     model = GatewayModel("m", unloaded_metrics(**more))
     (studio,) = answers.page_v0([model])["data"]

@@ -75,7 +75,7 @@ def test_unpaired_surrogate_escapes_in_a_message_become_replacement_characters_a
     assert chat.read(body.encode()).messages[0].content == text  # type: ignore[index]
 
 
-def test_a_request_with_a_broken_json_escape_sequence_is_refused_as_invalid_json() -> None:
+def test_a_request_with_an_unfinished_or_unknown_json_escape_is_refused() -> None:
     for body in (rb'{"messages": "\ud8"}', rb'{"messages": "\ud800', rb'"\x"'):
         with pytest.raises(Fault, match="not JSON"):
             decoded(chat.DECODER, body)
@@ -103,7 +103,7 @@ async def test_a_json_schema_with_unsupported_keywords_gets_a_warning_or_if_stri
             assert answer.headers["x-turnkeep-warnings"].startswith("answer: ")
 
 
-async def test_the_response_to_a_token_count_names_blocks_replaced_by_placeholders_in_a_warning_header(
+async def test_the_warning_header_of_a_token_count_names_content_blocks_replaced_by_placeholders(
     http: httpx2.AsyncClient,
 ) -> None:
     api = APIS["messages"]

@@ -363,7 +363,7 @@ async def test_the_gateway_refuses_each_unsupported_request_with_a_sentence_and_
             assert field == param, (path, fields)
 
 
-async def test_an_invalid_request_to_count_tokens_is_refused_with_status_400_and_the_reason(
+async def test_a_count_tokens_request_with_a_number_as_content_is_refused_with_status_400(
     http: httpx2.AsyncClient,
 ) -> None:
     answer = await http.post(f"{MESSAGES}/count_tokens", json=USUAL[MESSAGES] | saying(7))

@@ -106,7 +106,7 @@ async def test_a_request_with_previous_response_id_continues_the_conversation_of
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-async def test_a_forked_conversation_continues_by_its_response_id_after_the_parent_response_is_deleted(
+async def test_a_forked_conversation_can_be_continued_by_its_response_id_after_the_parent_response_is_deleted(
     served: Any, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
 ) -> None:
     """Unless the conversation before the fork is too long for a header in the log."""
@@ -150,7 +150,7 @@ async def test_a_response_generated_in_a_new_session_because_its_fork_failed_lis
     assert len((await served.openai.responses.input_items.list(second.id)).data) == 3
 
 
-async def test_a_responses_request_may_reference_earlier_input_items_by_their_ids(served: Any) -> None:
+async def test_a_responses_request_includes_earlier_input_items_referenced_by_their_ids(served: Any) -> None:
     """The AI SDK for JavaScript sends ids instead of items."""
     first, _ = await ask(served, "One?")
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}

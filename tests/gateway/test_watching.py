@@ -133,7 +133,7 @@ async def test_the_explain_header_names_the_first_message_unknown_to_the_gateway
         assert "Again" not in text
 
 
-def test_the_gateway_remembers_at_most_20000_recent_conversation_boundaries() -> None:
+def test_the_gateway_indexes_at_most_the_20000_most_recent_message_boundaries() -> None:
     seen = RecentBoundaries()
     for number in range(50_000):
         known = [number.to_bytes(4, "big") + bytes([at]) for at in range(3)]

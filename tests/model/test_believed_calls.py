@@ -72,7 +72,7 @@ def coder(*lines: str) -> str:
 
 
 @pytest.mark.parametrize("mark", ["</parameter>", "</tool_call>", "</function>", "<tool_call>"])
-def test_the_argument_of_a_qwen3_coder_call_may_contain_the_markers_of_the_call_format(mark: str) -> None:
+def test_a_qwen3_coder_call_whose_argument_contains_the_markers_of_the_format_is_parsed(mark: str) -> None:
     command = f"echo '{mark}' > a\nls"
     lines = ("<function=bash>", "<parameter=command>", command, "</parameter>", "</function>")
     assert calls_in("qwen3_coder", coder(*lines)) == [("bash", {"command": command})]
@@ -89,7 +89,7 @@ def test_the_argument_of_a_qwen3_coder_call_may_contain_the_markers_of_the_call_
     ],
     ids=["words", "missing", "unknown", "twice", "no-number"],
 )
-def test_an_invalid_tool_call_in_the_qwen3_coder_format_is_shown_as_text(lines: tuple[str, ...]) -> None:
+def test_a_qwen3_coder_call_with_missing_or_repeated_arguments_is_not_parsed(lines: tuple[str, ...]) -> None:
     assert calls_in("qwen3_coder", coder(*lines)) == []
 
 
@@ -109,7 +109,7 @@ def test_an_invalid_tool_call_in_the_qwen3_coder_format_is_shown_as_text(lines: 
         "bash\n<arg_key>command</arg_key><arg_value>a<arg_key>nosuch</arg_key><arg_value>1</arg_value>",
     ],
 )
-def test_an_invalid_tool_call_in_the_glm_format_is_shown_as_text(block: str) -> None:
+def test_a_glm_call_with_prose_or_incomplete_arguments_between_its_markers_is_not_parsed(block: str) -> None:
     assert calls_in("glm47", f"<tool_call>{block}</tool_call>") == []
 
 
@@ -187,7 +187,7 @@ def test_python_syntax_other_than_calls_with_keyword_arguments_is_not_parsed_as_
     "argument",
     [r"'\U00110000', timeout=1", r"'\UFFFFFFFF', timeout=1", pytest.param("[" * 5000, id="nested")],
 )
-def test_a_valid_pythonic_tool_call_is_parsed_even_if_the_next_call_has_an_impossible_argument_value(
+def test_a_pythonic_call_is_parsed_although_the_argument_of_the_next_call_cannot_be_evaluated(
     argument: str,
 ) -> None:
     text = f"<|tool_call_start|>[clock(), bash(command={argument})]<|tool_call_end|>"
@@ -214,7 +214,7 @@ def test_a_valid_pythonic_tool_call_is_parsed_even_if_the_next_call_has_an_impos
         "[]",
     ],
 )
-def test_a_json_tool_call_with_invalid_fields_is_shown_as_text_and_reported_as_malformed(body: str) -> None:
+def test_a_json_tool_call_with_unknown_repeated_or_mistyped_fields_is_reported_malformed(body: str) -> None:
     text = f"<tool_call>\n{body}\n</tool_call>"
     assert calls_in("generic", text) == []
     assert outcome(splitter("generic", tools=TOOLS), text)[3], "which is a malformed call"
@@ -240,7 +240,7 @@ def test_json_tool_calls_with_raw_line_breaks_in_strings_or_arguments_as_a_json_
     ],
 )
 @pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
-def test_json_data_that_only_resembles_a_tool_call_is_shown_as_text_and_not_reported_as_malformed(
+def test_a_json_object_without_an_offered_tool_name_or_arguments_object_is_shown_as_text(
     family: str, text: str
 ) -> None:
     assert calls_in(family, text) == []
@@ -259,7 +259,7 @@ def test_a_json_object_without_call_markers_is_a_tool_call_only_if_it_is_the_who
     assert calls_in(family, f"{text}\nThat is it.") == []
 
 
-def test_json_data_and_code_that_cannot_become_a_tool_call_are_streamed_at_once() -> None:
+def test_json_and_code_are_streamed_as_soon_as_they_cannot_be_the_beginning_of_a_tool_call() -> None:
     one = splitter("generic", tools=TOOLS)
     assert one.push('{"name": "Ada", "age"').text
     assert splitter("generic", tools=TOOLS).push('```python\nprint("x")').text
@@ -287,9 +287,7 @@ NESTED = [tool("fs.set", key=TEXT, of={"type": "object"}, all={"type": "array"})
         ),
     ],
 )
-def test_gemma_tool_calls_with_nested_values_or_dotted_names_are_parsed_and_malformed_calls_are_text(
-    family: str, text: str
-) -> None:
+def test_a_gemma_tool_call_with_nested_values_or_a_dotted_name_is_parsed(family: str, text: str) -> None:
     wanted = {"key": "a}, b:{", "of": {"x": {"y": 1}}, "all": [True, '"']}
     assert calls_in(family, text, NESTED) == [("fs.set", wanted)]
     for old, new in (("y:1}", "y:1"), (":1", ":one"), (",all", " all"), ("call:", "call "), ("all:", "key:")):
@@ -427,9 +425,7 @@ MARKED = [name for name in FAMILIES if name not in ("llama_bare", "llama4_bare",
 
 
 @pytest.mark.parametrize("family", MARKED)
-def test_two_valid_tool_calls_are_parsed_although_an_invalid_call_or_a_bare_marker_is_between_them(
-    family: str,
-) -> None:
+def test_two_tool_calls_are_parsed_despite_an_unknown_tool_or_a_bare_marker_between_them(family: str) -> None:
     found = markup(family)
     opens, closes = found.calls
     bad = written(family, "unknown", {"code": "x"})
@@ -469,15 +465,13 @@ def test_a_tool_call_whose_string_argument_contains_an_unescaped_call_is_shown_a
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_a_tool_call_whose_argument_contains_all_end_markers_is_shown_as_text_and_malformed(
-    family: str,
-) -> None:
+def test_a_tool_call_whose_argument_has_all_end_markers_is_text_and_reported_malformed(family: str) -> None:
     ends = good(family, "^").partition("^")[2]
     text = good(family, f"A call ends with {ends}\nand the rest")
     assert read(family, text) == (text, "", [], True)
 
 
-def test_in_the_harmony_format_two_valid_tool_calls_are_parsed_despite_an_invalid_call_between_them() -> None:
+def test_two_harmony_tool_calls_are_parsed_although_a_call_of_an_unknown_tool_is_between_them() -> None:
     again = "<|start|>assistant"
     bad = written("harmony", "unknown").removesuffix("<|call|>") + "<|end|>"
     text = again.join([good("harmony", "a"), bad, good("harmony", "b")])
@@ -684,9 +678,7 @@ def test_a_tool_call_argument_that_fits_its_schema_or_cannot_be_checked_is_accep
     ],
     ids=repr,
 )
-def test_a_tool_call_with_an_argument_that_does_not_fit_its_schema_is_invalid(
-    value: Any, schema: Any
-) -> None:
+def test_fitting_an_argument_to_a_schema_that_forbids_it_raises_an_error(value: Any, schema: Any) -> None:
     with pytest.raises(NoCallError):
         fitted(value, schema)
 

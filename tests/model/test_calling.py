@@ -64,7 +64,7 @@ def accepts(tokenizer: Tokenizer, grammar: Constraint, text: str) -> bool:
 
 
 @pytest.mark.parametrize("family", JSON)
-async def test_the_grammar_for_required_tool_calls_accepts_only_offered_tools_with_valid_arguments(
+async def test_the_grammar_for_required_tool_calls_accepts_only_offered_tools_and_arguments_of_their_schema(
     grammars: Grammars, tokenizer: Tokenizer, family: str
 ) -> None:
     grammar = await compiled(grammars, tokenizer, family, None)
@@ -98,7 +98,7 @@ async def test_the_grammar_for_optional_tool_calls_accepts_text_and_calls_whose_
         assert not accepts(tokenizer, grammar, text), text
 
 
-async def test_the_harmony_grammar_accepts_one_valid_call_or_one_final_message(
+async def test_the_harmony_grammar_accepts_one_call_of_an_offered_tool_or_one_final_message(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     good = written("harmony", "weather", {"city": "Rome"}).removesuffix("<|call|>")  # an end token
@@ -230,7 +230,7 @@ async def test_an_answer_that_may_still_start_reasoning_is_complete_only_where_i
     assert follower.is_complete == (answered not in {"<t", "<think>", "y"})
 
 
-async def test_token_masks_allow_the_next_token_of_the_reasoning_marker_and_of_the_grammars_text(
+async def test_token_masks_allow_tokens_that_continue_the_reasoning_marker_or_the_grammars_text(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     yes = thinking(tokenizer, await grammars.compiled(LarkFormat('start: "yes"')), is_begun=False)

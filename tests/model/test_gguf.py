@@ -245,7 +245,7 @@ def forged_length() -> bytes:
     ],
     ids=["empty", "short", "zip", "version", "forged"],
 )
-def test_a_model_file_that_is_not_valid_gguf_is_refused_with_the_reason(
+def test_a_gguf_file_that_is_empty_truncated_or_in_another_format_is_refused_with_the_reason(
     path: Path, content: bytes, complaint: str
 ) -> None:
     path.write_bytes(content)
@@ -298,7 +298,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_a_gguf_file_with_an_unsupported_or_missing_part_is_refused_in_one_line(
+def test_a_gguf_file_with_an_unsupported_architecture_or_missing_tensor_is_refused_in_one_line(
     path: Path, name: str
 ) -> None:
     tiny, complaint = ODD[name]

@@ -174,7 +174,7 @@ def deep(levels: int) -> dict[str, Any]:
         (JsonSchemaFormat(JsonSchema({"allOf": [{"type": "string"}, {"type": "null"}]})), "Unsatisfiable"),
     ],
 )
-async def test_compiling_a_grammar_that_is_invalid_too_costly_or_unsatisfiable_raises_an_error(
+async def test_compiling_a_malformed_too_costly_or_unsatisfiable_grammar_raises_an_error(
     grammars: Grammars, asked: Any, says: str
 ) -> None:
     with pytest.raises(GrammarError, match=says):
@@ -182,7 +182,7 @@ async def test_compiling_a_grammar_that_is_invalid_too_costly_or_unsatisfiable_r
 
 
 @pytest.mark.parametrize("steps", [(10_000_000,), (1e30,), (0.0003, 70_001), (97, 98, 99), (123_457, 0)])
-async def test_json_schemas_with_costly_multiple_of_values_are_refused_and_with_cheap_values_compile(
+async def test_json_schemas_are_refused_only_if_compiling_their_multiple_of_values_would_be_costly(
     grammars: Grammars, steps: tuple[float, ...]
 ) -> None:
     schemas = [{"type": "number", "multipleOf": step} for step in steps]

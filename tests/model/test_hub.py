@@ -246,7 +246,7 @@ def test_removing_the_only_gguf_file_of_a_hub_repository_keeps_its_other_weights
     assert (path.exists(), other.read_bytes()) == (False, b"weights")
 
 
-def test_a_hub_model_that_cannot_be_served_is_refused_before_any_file_is_downloaded(
+def test_a_hub_model_of_an_unsupported_kind_or_size_is_refused_before_any_file_is_downloaded(
     server: FakeHub, cache: Path
 ) -> None:
     server.repositories["org/Phi-9-mini-GGUF"] = {"Phi-9-mini-Q6_K.gguf": b"GGUF"}

@@ -126,7 +126,7 @@ def test_an_image_is_turned_upright_for_every_orientation_tag_in_every_format(fo
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_an_image_with_broken_exif_data_is_decoded() -> None:
+def test_a_jpeg_image_with_corrupt_exif_data_is_decoded() -> None:
     for exif in (b"Exif\0\0" + b"\xff" * 40, b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + b"\xff" * 40):
         assert near(decode(saved(halves(size=(64, 32)), "JPEG", exif=exif)), (4, 4), RED)
 
@@ -226,7 +226,7 @@ def image_processor(taught_model: Path) -> ImageProcessor:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_image_file_is_refused_in_one_sentence_and_with_little_memory(
+def test_a_truncated_or_malformed_image_file_is_refused_in_one_sentence_and_under_64_mib(
     name: str, image_processor: ImageProcessor
 ) -> None:
     data = BROKEN[name]()

@@ -197,7 +197,7 @@ def test_a_model_config_that_does_not_match_the_weights_is_refused_in_one_short_
 
 
 @pytest.mark.parametrize("name", BREAKAGES)
-def test_a_broken_model_folder_is_refused_in_one_line_that_names_the_fault(folder: Path, name: str) -> None:
+def test_a_model_folder_with_missing_or_damaged_files_is_refused_in_one_line(folder: Path, name: str) -> None:
     damage, complaint = BREAKAGES[name]
     damage(folder)
     with pytest.raises(ModelError, match=complaint) as caught:
@@ -249,7 +249,7 @@ def test_a_loaded_model_is_named_after_its_folder_symbolic_link_or_gguf_file(
     assert model.load(made, dtype="keep").name == "Tiny.Q4_0", "the GGUF file that it was made from"
 
 
-def test_the_model_list_has_packaged_converted_and_hub_models_and_leaves_out_broken_folders(
+def test_the_model_list_has_packaged_converted_and_hub_models_but_none_with_unreadable_weights(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -454,7 +454,7 @@ def test_a_model_folder_without_readable_weights_is_refused_with_the_reason(
         ({"temperature": -1, "top_p": "x", "top_k": 1.5, "min_p": [], "repetition_penalty": 0}, {}),
     ],
 )
-def test_valid_sampling_options_in_a_models_generation_config_are_used_and_invalid_options_ignored(
+def test_sampling_options_of_a_models_generation_config_are_used_unless_out_of_range_or_mistyped(
     tmp_path: Path, config: dict[str, object], own: dict[str, float]
 ) -> None:
     assert own_sampling(tmp_path) == {}

@@ -63,7 +63,7 @@ def check(family: str, text: str, wanted: list[tuple[str, Any]], said: str = "")
     ],
     ids=lambda one: str(one[0]),
 )
-def test_a_tool_call_in_slightly_invalid_python_syntax_is_still_parsed(
+def test_a_tool_call_in_python_with_reserved_words_or_raw_line_breaks_is_parsed(
     around: tuple[str, str], code: str, wanted: list[tuple[str, Any]]
 ) -> None:
     family, form = around
@@ -113,7 +113,7 @@ def test_a_tool_call_in_slightly_invalid_python_syntax_is_still_parsed(
     ],
     ids=lambda one: str(one[0]),
 )
-def test_a_tool_call_in_slightly_invalid_json_between_call_markers_is_still_parsed(
+def test_a_json_tool_call_with_single_quotes_missing_quotes_or_surplus_brackets_is_parsed(
     around: tuple[str, str], body: str, wanted: list[tuple[str, Any]]
 ) -> None:
     family, form = around
@@ -212,7 +212,7 @@ def long(text: str) -> str:
         ),
     ],
 )
-def test_a_tool_call_with_a_small_error_in_its_model_familys_own_format_is_still_parsed(
+def test_a_tool_call_with_a_missing_or_surplus_marker_of_its_model_familys_format_is_parsed(
     family: str, text: str, wanted: list[tuple[str, Any]]
 ) -> None:
     assert calls_in(family, long(text), TOOLS) == wanted
@@ -318,7 +318,7 @@ def test_the_markers_around_a_kimi_k3_answer_are_not_part_of_its_text() -> None:
         ("kimi_k2", "<|tool_call_begin|> begins a call"),
     ],
 )
-def test_an_ambiguous_or_quoted_tool_call_is_shown_as_text(family: str, text: str) -> None:
+def test_a_quoted_tool_call_or_one_with_two_readings_is_shown_as_text(family: str, text: str) -> None:
     assert calls_in(family, text, TOOLS) == []
     assert outcome(splitter(family, tools=TOOLS), [wide(text)])[0].strip() == text
 
@@ -344,9 +344,7 @@ def test_a_tool_call_is_parsed_after_a_code_block_and_inside_a_code_block_that_b
 
 
 @pytest.mark.parametrize("family", ["json_tools", "mistral_args", "kimi_k3", "minimax_m2", "deepseek_v31"])
-def test_malformed_tool_calls_inside_reasoning_are_shown_as_reasoning_and_not_reported_as_calls(
-    family: str,
-) -> None:
+def test_tool_call_syntax_inside_reasoning_is_shown_as_reasoning_and_not_parsed_as_calls(family: str) -> None:
     opens, closes = markup(family).reasoning or ("", "")
     for body in (f"<tool_call>{JSON}}}</tool_call>", BASH, '<invoke name="clock"></invoke>'):
         said, thought, calls, _ = outcome(splitter(family, tools=TOOLS), f"{opens}{body}{closes}Well.")

@@ -401,7 +401,7 @@ def test_reasoning_is_separated_from_text_whether_the_prompt_or_the_answer_has_t
     assert (said, thought) == ("", "No end")
 
 
-def test_a_harmony_answer_that_is_continued_streams_its_next_text_at_once() -> None:
+def test_text_that_continues_a_harmony_answer_is_streamed_without_waiting_for_a_header() -> None:
     for begun in (
         "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
         "b",
@@ -426,7 +426,7 @@ def test_a_generated_tool_call_id_has_nine_characters_derived_from_request_id_an
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parsing_a_long_broken_tool_call_takes_linear_cpu_time(family: str) -> None:
+def test_parsing_an_unfinished_tool_call_of_10000_repeated_pieces_takes_less_than_0_5_s(family: str) -> None:
     """The thread that splits answers holds the interpreter meanwhile, and other sessions wait."""
     opens, closes = markup(family).calls
     for num, begun, repeated in product((400, 10_000), BEGUN, REPEATED):

@@ -328,7 +328,7 @@ def test_a_message_that_the_chat_template_refuses_raises_an_error_with_the_templ
 @pytest.mark.parametrize(
     "messages", [[{"role": "user"}], [{"role": "user", "content": 3}], [{"content": "x"}]], ids=str
 )
-def test_adding_a_malformed_message_raises_a_template_error(
+def test_adding_a_message_without_a_role_or_without_text_content_raises_a_template_error(
     chat: Chat, messages: list[dict[str, Any]]
 ) -> None:
     with pytest.raises(TemplateError, match="refuses these messages"):
@@ -612,7 +612,7 @@ def test_a_new_question_drops_earlier_reasoning_even_from_a_truncated_or_rewritt
         ([(0, 5, None), (5, 8, "c")], [None, "c"]),
     ],
 )
-def test_overlapping_parts_of_raw_content_have_a_joined_text_only_if_the_text_of_each_part_is_known(
+def test_raw_parts_that_overlap_become_one_part_whose_text_is_known_only_if_both_texts_are(
     tokenizer: Tokenizer, parts: list[tuple[int, int, str | None]], texts: list[str | None]
 ) -> None:
     found = Conversation(tokenizer, DAY)

@@ -142,7 +142,7 @@ async def in_step(operator: Client, *streams: str, copies: int = 3) -> dict[str,
     return leaders
 
 
-async def test_an_answer_continues_when_the_nats_cluster_node_that_leads_the_log_stream_dies(
+async def test_an_answer_completes_when_the_nats_cluster_node_that_leads_the_log_stream_dies(
     nodes: Nodes, local_worker: Any, endless_model: Path
 ) -> None:
     operator = await nodes.operator()
@@ -201,7 +201,7 @@ async def in_place(operator: Client) -> dict[str, str]:
     return found
 
 
-def test_nats_cluster_routes_share_one_password_in_a_private_file_and_a_second_run_keeps_the_password(
+def test_the_routes_of_a_nats_cluster_use_one_password_from_a_private_file_that_later_runs_keep(
     tmp_path: Path,
 ) -> None:
     run(tmp_path, "acme", "--cluster", "n1.lan,n2.lan:7222,n3.lan")

@@ -514,7 +514,7 @@ async def test_the_console_exports_a_conversation_as_markdown_and_as_json(local_
             assert answer.status_code == 404
 
 
-async def test_the_console_passes_sampling_options_on_and_asks_for_another_answer_with_temperature_0_7(
+async def test_the_console_sends_the_chosen_sampling_options_and_repeats_a_question_with_temperature_0_7(
     local_worker: Start,
 ) -> None:
     client = (await local_worker()).client
@@ -559,9 +559,7 @@ async def test_the_console_shows_at_once_that_the_worker_has_stopped(local_worke
         assert (told["is_served"], told["workers"]["w1"]["up"]) == (False, False)
 
 
-async def test_the_console_lists_models_and_only_a_console_that_is_not_read_only_can_download_a_model(
-    local_worker: Start,
-) -> None:
+async def test_a_read_only_console_refuses_to_download_load_or_unload_a_model(local_worker: Start) -> None:
     client = (await local_worker()).client
     async with opened(client) as page:
         assert [one["name"] for one in (await page.get("models"))["here"]] == ["a", "b", "c"]
@@ -579,7 +577,7 @@ async def test_the_console_lists_models_and_only_a_console_that_is_not_read_only
     SHELF.pulled.clear()
 
 
-async def test_invalid_requests_to_the_console_are_refused_and_change_nothing_in_the_log(
+async def test_the_console_refuses_oversized_or_malformed_requests_and_adds_nothing_to_the_log(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -800,7 +798,7 @@ def test_the_console_page_contains_no_url_of_another_host_and_inserts_no_html() 
 
 
 @pytest.mark.parametrize("wrong", ["localhost", ":8080", "localhost:", "localhost:65536", "-1", "::1"])
-async def test_the_option_listen_refuses_an_invalid_address_and_shows_the_right_form(wrong: str) -> None:
+async def test_the_option_listen_refuses_an_incomplete_address_and_shows_the_right_form(wrong: str) -> None:
     done = await command("console", "--listen", wrong)
     assert done.returncode == 2
     assert (
@@ -872,7 +870,7 @@ def test_the_consoles_access_token_depends_on_the_tenant_and_on_the_token_of_the
     assert token_of(other, "a") != token_of(other, "a")
 
 
-async def test_the_console_with_open_serves_while_the_browser_runs_and_keeps_the_token_out_of_its_arguments(
+async def test_the_option_open_gives_the_browser_a_private_page_and_no_token_in_its_arguments(
     nats_url: str, tmp_path: Path
 ) -> None:
     browser, opened_, end = (tmp_path / name for name in ("browser", "opened", "end"))

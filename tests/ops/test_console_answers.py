@@ -299,7 +299,7 @@ async def test_the_console_shows_in_a_fork_the_images_of_the_turns_inherited_fro
         assert (await page.http.get(f"/api/sessions/b/images/{DIGEST}")).content == PNG
 
 
-async def test_the_console_refuses_a_question_with_a_bad_image_and_stores_nothing(
+async def test_the_console_refuses_a_question_whose_image_cannot_be_decoded_and_stores_nothing(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()

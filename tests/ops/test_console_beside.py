@@ -50,7 +50,7 @@ async def console_of(worker: WorkerProcess) -> AsyncIterator[httpx2.AsyncClient]
         yield http
 
 
-async def test_sessions_continue_after_the_console_has_switched_the_worker_to_another_model(
+async def test_a_session_gets_its_next_answer_from_another_model_after_a_switch_in_the_console(
     worker_process: Callable[..., WorkerProcess], tiny_model: Path
 ) -> None:
     worker = worker_process("--console", str(free_port()))

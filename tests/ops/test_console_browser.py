@@ -58,7 +58,7 @@ async def recorded(client: Client, session: str) -> list[Generated]:
     return [one for one in results if isinstance(one, Generated)]
 
 
-async def test_in_the_browser_a_chat_continues_after_its_worker_is_killed_and_can_be_forked_and_forgotten(
+async def test_in_the_browser_a_chat_answer_grows_again_after_its_killed_worker_was_restarted(
     browser: Browser, worker_process: Callable[..., WorkerProcess], endless_model: Path
 ) -> None:
     worker = worker_process(model=endless_model)
@@ -338,7 +338,7 @@ async def test_the_console_page_shows_scripts_in_session_names_and_messages_as_t
         await asyncio.to_thread(look, url)
 
 
-async def test_the_console_page_shows_an_outage_of_worker_nats_or_console_and_recovers_without_a_reload(
+async def test_the_console_page_shows_an_outage_of_worker_nats_or_console_and_its_end_without_a_reload(
     browser: Browser, worker_process: Callable[..., WorkerProcess]
 ) -> None:
     worker = worker_process()  # so that its silence would be noticed late

@@ -132,7 +132,7 @@ async def test_the_console_page_shows_the_end_of_an_answer_even_if_more_requests
     await walked(browser, client, walk)
 
 
-async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_delete_removes_a_running_session(
+async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_entry_delete_removes_the_session(
     browser: Browser, local_worker: Start, endless_model: Any
 ) -> None:
     client = (await local_worker(model=str(endless_model))).client
@@ -168,7 +168,7 @@ async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_delete_r
     await walked(browser, client, walk)
 
 
-async def test_the_consoles_regenerate_button_picks_a_free_session_name_and_refuses_invalid_options(
+async def test_the_consoles_regenerate_button_picks_a_free_name_and_refuses_options_out_of_range(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -262,7 +262,7 @@ async def test_a_slow_send_of_a_question_does_not_take_the_user_back_from_a_cons
     await walked(browser, client, walk)
 
 
-async def test_in_the_console_page_an_invalid_folded_option_is_unfolded_and_focused_with_its_error(
+async def test_in_the_console_page_a_folded_option_out_of_range_is_unfolded_and_focused(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -279,7 +279,7 @@ async def test_in_the_console_page_an_invalid_folded_option_is_unfolded_and_focu
     await walked(browser, client, walk)
 
 
-async def test_the_consoles_session_list_keeps_the_focus_on_refresh_and_leaves_a_page_that_became_empty(
+async def test_a_refresh_of_the_consoles_session_list_keeps_the_focus_and_leaves_a_page_that_became_empty(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client

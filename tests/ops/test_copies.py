@@ -204,7 +204,7 @@ async def test_an_imported_session_restores_its_kv_after_cache_import_of_the_sam
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
-async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_that_so_far_has_only_full_kv(
+async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_that_has_only_kv_of_the_policy_full(
     local_worker: Start, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
     wide = str(make_tiny_model(tmp_path / "wide", hidden_size=128))
@@ -226,7 +226,7 @@ async def continues_with_its_kv(worker: LocalWorker, file: Path) -> None:
     assert answer.usage.cached_tokens >= answer.usage.prompt_tokens - 3, "restored, not prefilled"
 
 
-async def test_importing_a_damaged_session_file_fails_with_one_line_and_stores_nothing(
+async def test_importing_a_truncated_or_altered_session_file_fails_with_one_line_and_stores_nothing(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker, file = await exported(local_worker, tmp_path, "--kv")
@@ -444,7 +444,7 @@ REFUSED_IDS = (
 
 
 @pytest.mark.parametrize(("make", "says"), REFUSED, ids=REFUSED_IDS)
-def test_importing_a_file_that_is_not_a_valid_session_export_fails_with_the_reason_in_one_line(
+def test_importing_a_session_file_with_forged_or_oversized_content_fails_with_the_reason_in_one_line(
     tmp_path: Path, make: Make, says: str
 ) -> None:
     with pytest.raises(session_file.CopyError) as refused:

@@ -247,7 +247,7 @@ def test_the_kubernetes_probes_of_the_worker_use_its_health_port_and_paths() -> 
 
 
 @pytest.mark.process
-async def test_all_services_of_the_compose_file_become_healthy_and_serve_a_tenant(here: Here) -> None:
+async def test_all_services_of_the_compose_file_become_healthy_and_answer_a_tenant(here: Here) -> None:
     def checked(service: dict[str, Any]) -> list[str]:
         return list(service["healthcheck"]["test"][1:])
 

@@ -235,7 +235,7 @@ def exporter() -> Iterator[Callable[..., Exporter]]:
     assert [one.stop() for one in started] == [143] * len(started)
 
 
-async def test_the_exporter_reports_that_nats_is_down_and_recovers_when_nats_is_back(
+async def test_the_exporter_reports_nats_as_down_while_it_is_away_and_as_up_once_it_is_back(
     exporter: Callable[..., Exporter], tmp_path: Path
 ) -> None:
     server = NatsServer(tmp_path / "js")

@@ -34,7 +34,7 @@ def figure(rule: dict[str, Any]) -> str:
     return re.sub(r"^absent\((.*)\)$| (?:==|>) [\d.]+$", r"\1", rule["expr"])
 
 
-def test_grafana_panels_have_distinct_positions_and_prometheus_alerts_have_distinct_names() -> None:
+def test_no_two_grafana_panels_share_a_position_and_no_two_prometheus_alerts_a_name() -> None:
     places = [panel["gridPos"] for panel in PANELS]
     assert len({(place["x"], place["y"]) for place in places}) == len(PANELS)
     assert max(place["x"] + place["w"] for place in places) == 24

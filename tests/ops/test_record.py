@@ -46,7 +46,7 @@ def appended(seq: int, **more: Any) -> dict[str, Any]:
     return {"type": "appended", "id": "x", "seq": seq, "position": 1, **SIZES, **more}
 
 
-def test_the_command_replay_leaves_out_requests_without_effect_and_keeps_the_timing_of_the_others() -> None:
+def test_the_command_replay_leaves_out_repeated_refused_and_unanswered_requests() -> None:
     record = record_of(
         entry(1, "in", APPEND, 10),
         entry(2, "in", {**APPEND, "id": "b", "expect_position": 3}, 11),
@@ -287,7 +287,7 @@ async def test_a_replay_with_a_changed_chat_template_prints_the_first_difference
     assert cause.strip().startswith(told)
 
 
-async def test_the_command_replay_of_something_that_cannot_be_replayed_fails_with_the_reason_in_one_line(
+async def test_the_command_replay_of_an_unknown_session_or_an_empty_time_range_fails_in_one_line(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()

@@ -69,7 +69,7 @@ async def test_the_commands_in_the_documented_runbooks_run_as_written(
         await run(line)
 
 
-async def test_the_commands_in_the_documentation_page_of_the_log_run_as_written(
+async def test_the_commands_in_the_documentation_page_log_run_as_written(
     local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(RequestAttempts, "attempt", venomous)
@@ -94,7 +94,7 @@ async def test_the_commands_in_the_documentation_page_of_the_log_run_as_written(
 
 
 @pytest.mark.process
-async def test_a_session_continues_after_all_files_except_the_nats_stream_are_lost(
+async def test_a_session_keeps_its_position_after_all_files_except_the_nats_stream_are_lost(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
     worker = worker_process()

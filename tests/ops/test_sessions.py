@@ -120,7 +120,7 @@ async def test_the_command_sessions_lists_a_reopened_session_with_its_new_tags_a
     assert len(await listed(worker, "--tag", "new")) == 1
 
 
-async def test_the_command_sessions_filters_and_sorts_its_list(local_worker: Start) -> None:
+async def test_options_of_the_command_sessions_filter_and_sort_its_list(local_worker: Start) -> None:
     worker = await filled(local_worker)
 
     async def names(*options: str) -> list[str]:
@@ -329,7 +329,7 @@ async def test_the_commands_show_tree_sessions_and_info_print_forks_with_their_p
     assert f"garden at position {position}" in info
 
 
-async def test_the_command_fork_fails_with_the_reason_if_the_fork_is_impossible(local_worker: Start) -> None:
+async def test_the_command_fork_fails_for_an_unknown_parent_or_a_taken_name(local_worker: Start) -> None:
     worker = await family(local_worker)
     for asked, says in [
         (("nobody", "x"), "there is no session nobody; see turnkeep sessions"),
@@ -345,7 +345,7 @@ async def test_the_command_fork_fails_with_the_reason_if_the_fork_is_impossible(
     assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
 
 
-async def test_an_exported_fork_can_be_imported_into_another_log_and_continues_its_inherited_conversation(
+async def test_an_exported_fork_imported_into_another_log_gives_the_same_next_answer_as_the_original(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await family(local_worker)
@@ -487,7 +487,7 @@ async def test_a_retried_dead_letter_is_kept_and_can_be_retried_again_if_the_fir
     assert (await dead(bitten, "retry", "s", "bad")).returncode == 0
 
 
-async def test_a_dead_letter_whose_session_has_moved_on_is_retried_only_with_the_option_anyway(
+async def test_a_dead_letter_is_retried_at_a_later_session_position_only_with_the_option_anyway(
     bitten: LocalWorker,
 ) -> None:
     await bitten.client.session("s").append(tokens=[5])

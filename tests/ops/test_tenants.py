@@ -218,7 +218,7 @@ async def test_a_forged_reply_subject_cannot_write_into_another_tenants_account(
     await beta.close()
 
 
-async def test_the_nats_user_for_metrics_receives_the_workers_metrics_and_the_backlog(
+async def test_the_nats_user_for_metrics_receives_the_workers_metrics_and_the_counts_of_the_backlog(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turnkeep_client.client, "METRICS_S", 600)  # asking the worker is denied at once
@@ -354,7 +354,7 @@ def test_tenant_key_seeds_are_readable_only_by_their_owner_and_kept_when_a_tenan
 
 
 @pytest.mark.parametrize("name", ["_sys", "a.b", "*", ""])
-def test_adding_a_tenant_with_an_invalid_name_is_refused_and_writes_no_key_file(
+def test_adding_a_tenant_with_a_reserved_or_ill_formed_name_is_refused_and_writes_no_key_file(
     tmp_path: Path, name: str
 ) -> None:
     done = CliRunner().invoke(main, [str(tmp_path), name])

@@ -318,7 +318,7 @@ def test_a_worker_that_publishes_metrics_rarely_stays_listed_between_its_message
     assert fleet.sightings() == []
 
 
-def test_the_metrics_history_of_a_worker_keeps_few_points_however_often_it_is_sampled() -> None:
+def test_the_metrics_history_of_a_worker_keeps_a_bounded_number_of_points() -> None:
     history = FigureHistory(3600)
     fleet = Fleet(3600)
     fleet.hear(metrics("w1"))
@@ -329,7 +329,7 @@ def test_the_metrics_history_of_a_worker_keeps_few_points_however_often_it_is_sa
     assert at_s[-1] == (3 * MOST_POINTS - 1) / 100
 
 
-def test_the_metrics_history_of_a_worker_continues_after_the_clock_is_set_back() -> None:
+def test_when_the_clock_is_set_back_a_workers_metrics_history_keeps_only_points_taken_since() -> None:
     history, fleet = FigureHistory(3600), Fleet(3600)
     fleet.hear(metrics("w1"))
     for at_s in (7200, 7205, 10, 15, 20):

@@ -58,7 +58,7 @@ def found_in(requests: Sequence[Stored], results: Sequence[Stored]) -> list[LogF
     return faults(paired(KEY, [*asked, *answers]), {})
 
 
-async def test_the_command_verify_finds_no_fault_in_a_log_with_every_kind_of_event(
+async def test_the_command_verify_finds_no_fault_in_a_log_with_forks_policies_refusals_and_closed_sessions(
     local_worker: Start, tmp_path: Path
 ) -> None:
     """Repeats, refusals, rewinds, forks of forks, policies, long inputs, closed and forgotten sessions."""

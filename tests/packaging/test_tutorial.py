@@ -37,7 +37,7 @@ def home(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     "installed", [True, pytest.param(False, marks=pytest.mark.registry)], ids=["from here", "from nothing"]
 )
-def test_the_commands_of_the_tutorial_succeed_and_its_session_continues_after_the_worker_is_killed(
+def test_the_commands_of_the_tutorial_succeed_in_order_even_after_the_kill_of_its_worker(
     installed: bool, home: Path, request: pytest.FixtureRequest
 ) -> None:
     blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)

@@ -139,7 +139,7 @@ async def test_the_tests_of_the_packed_typescript_client_pass_in_node_deno_and_b
     assert re.search(r"\b[2-5][0-9] pass", said) or re.search(r"# pass [2-5][0-9]\b", said), said
 
 
-async def test_the_typescript_example_agent_continues_after_a_kill_and_no_answer_is_generated_twice(
+async def test_the_typescript_example_agent_run_again_after_a_kill_generates_no_answer_twice(
     programs: Path, worker: Any, tiny_model: Path
 ) -> None:
     process = await worker(tiny_model)

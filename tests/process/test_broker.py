@@ -164,7 +164,7 @@ async def test_an_embedded_nats_server_that_dies_is_restarted_with_its_messages_
     await client.close()
 
 
-async def test_a_worker_notices_that_the_nats_server_has_closed_its_connection_for_good(server, settings):
+async def test_a_nats_connection_closed_for_good_by_the_server_calls_the_on_closed_callback(server, settings):
     """nats-py does not reconnect after an error such as a too large message, so the worker must know."""
     await server.start()
     closed = asyncio.Event()

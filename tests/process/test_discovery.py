@@ -130,7 +130,7 @@ MALFORMED = [
 ]
 
 
-async def test_a_worker_still_serves_after_malformed_nats_service_discovery_requests(
+async def test_a_worker_still_answers_after_malformed_nats_service_discovery_requests(
     nc: Client, worker: LocalWorker
 ) -> None:
     """The requests have no reply subject, bytes that are no text, or malformed headers."""

@@ -130,7 +130,7 @@ async def test_the_command_doctor_warns_of_a_nats_server_version_that_can_lose_e
     assert found.mend.startswith("install 2.12.16, 2.14.6, 2.15.0 or newer")
 
 
-async def test_the_command_doctor_fails_with_advice_for_an_unusable_data_directory(small, tmp_path):
+async def test_the_command_doctor_fails_with_advice_if_the_data_directory_is_a_file(small, tmp_path):
     (tmp_path / "file").write_text("")
     found = await examine(dataclasses.replace(small, data_dir=tmp_path / "file"))
     assert found["data directory"].state == "fail"
@@ -152,7 +152,7 @@ def test_the_command_doctor_warns_of_little_disk_space_and_fails_with_almost_non
     assert without.missing == "up to 64 MiB, for the log"
 
 
-def test_the_command_doctor_reports_a_broken_mlx_installation_as_a_failed_check_without_a_crash(monkeypatch):
+def test_the_command_doctor_reports_an_mlx_that_fails_or_aborts_on_import_as_a_failed_check(monkeypatch):
     monkeypatch.setattr(
         commands.checks, "_ASK_MLX", "raise ImportError('libmlx.so: cannot open shared object file')"
     )
@@ -181,7 +181,7 @@ def test_the_command_doctor_reports_a_model_that_is_not_on_this_machine_with_adv
     assert word in found.mend
 
 
-def test_the_command_doctor_fails_for_broken_model_files_with_the_error_of_a_worker_start(
+def test_the_command_doctor_fails_for_truncated_or_incomplete_model_files_with_the_workers_error(
     settings, tiny_model
 ):
     models = settings.data_dir / "models"

@@ -49,7 +49,7 @@ def faults(size_bytes: int) -> list[int]:
 
 
 @needs_glibc
-def test_allocating_repeatedly_within_the_heap_reserve_causes_few_page_faults() -> None:
+def test_allocating_repeatedly_within_the_heap_reserve_faults_on_under_a_tenth_of_the_pages() -> None:
     assert max(faults(64 * MIB)) < PAGES / 10
 
 

@@ -104,7 +104,7 @@ async def test_a_second_worker_with_the_same_name_is_refused_with_a_one_line_err
     assert config.max_bytes == open_bytes(first.settings.log_max_bytes)
 
 
-async def test_a_second_worker_on_a_subject_prefix_with_another_model_is_refused_and_the_first_still_serves(
+async def test_a_second_worker_on_a_subject_prefix_with_another_model_is_refused_and_the_first_still_answers(
     local_worker, tmp_path, tiny_model
 ):
     first = await local_worker()
@@ -119,7 +119,7 @@ async def test_a_second_worker_on_a_subject_prefix_with_another_model_is_refused
     assert (await first.client.session("s").append(text="hello")).position == 5
 
 
-async def test_a_second_worker_of_another_protocol_version_is_refused_and_the_first_still_serves(
+async def test_a_second_worker_of_another_protocol_version_is_refused_and_the_first_still_answers(
     local_worker, tmp_path, monkeypatch
 ):
     first = await local_worker()
@@ -157,7 +157,7 @@ async def test_a_dead_workers_name_becomes_free_for_other_workers_after_a_while(
     assert (await other._holder())[0].boot == other.me.boot
 
 
-async def test_of_several_workers_that_start_together_under_the_same_name_only_one_serves(members):
+async def test_of_several_workers_started_together_under_one_name_one_joins_and_all_others_fail(members):
     made = [await members("w", f"d{number}") for number in range(4)]
     outcomes = await asyncio.gather(*(one.join() for one in made), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes].count(BrokerError) == 3
@@ -172,7 +172,7 @@ async def test_workers_that_start_together_find_each_other_and_agree_which_of_th
     assert [one.is_first for one in made].count(True) == 1
 
 
-async def test_a_worker_that_slept_past_the_expiry_of_its_membership_record_holds_none_until_its_renewal(
+async def test_a_worker_that_slept_past_the_expiry_of_its_membership_record_is_no_member_until_renewal(
     members, monkeypatch
 ):
     only = await members("one", "a")
@@ -216,9 +216,7 @@ async def test_a_worker_that_restarts_before_others_noticed_its_death_is_reporte
 
 
 @pytest.mark.parametrize("killed", ["d", "bcd", "bcdefghijklmn"])
-async def test_all_surviving_workers_notice_within_a_second_that_several_workers_died_together(
-    members, killed
-):
+async def test_all_surviving_workers_report_in_a_second_that_several_workers_died_together(members, killed):
     """Each pings only the next two; the others are told, or look as soon as a neighbour is silent."""
     made = {name: await members(name, name) for name in "abcdefghijklmno"}
     await asyncio.gather(*(one.join() for one in made.values()))
@@ -266,7 +264,7 @@ async def test_a_worker_that_stops_renewing_its_membership_record_stays_a_member
     assert list(first.others) == ["second"]
 
 
-async def test_invalid_messages_in_the_membership_stream_are_ignored(members):
+async def test_undecodable_messages_in_the_membership_stream_are_ignored(members):
     one = await members("w", "d")
     await ensure_records(one._js, one._subjects, None)
     for garbage in (b"", b"{}", b"\xff", b'{"worker":1}'):

@@ -260,7 +260,7 @@ SEED = "SU" + "A" * 56
         ({"nats": "nats://me:x@h", "nats_creds": "seed"}, "nats and nats_creds both hold credentials; "),
     ],
 )
-def test_unusable_nats_login_settings_fail_with_one_line_that_contains_no_secret(
+def test_unreadable_or_contradictory_nats_login_settings_fail_with_one_line_without_a_secret(
     tmp_path: Path, given: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))

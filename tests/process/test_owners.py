@@ -287,7 +287,7 @@ async def test_forgetting_a_session_asks_all_other_workers_to_erase_and_counts_o
     assert erased == {name: name in ("yes", "also yes") for name in names}
 
 
-async def test_a_stopping_worker_refuses_requests_of_other_workers_at_once_with_the_reply_stops() -> None:
+async def test_a_stopping_worker_tells_other_workers_that_forward_requests_at_once_that_it_stops() -> None:
     """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
     answers = []
 
@@ -370,7 +370,7 @@ async def test_a_paused_worker_process_loses_no_request_and_stores_no_second_res
         assert workers[paused].running
 
 
-async def test_other_workers_serve_the_sessions_of_a_worker_that_is_still_loading_its_model(
+async def test_other_workers_answer_requests_of_sessions_whose_worker_is_still_loading_its_model(
     cluster: Start, look: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = await cluster("first"), await cluster("second")
@@ -394,7 +394,7 @@ async def test_other_workers_serve_the_sessions_of_a_worker_that_is_still_loadin
     await starting
 
 
-async def test_a_worker_with_an_unusable_remote_tier_fails_to_start_with_the_reason(
+async def test_a_worker_whose_remote_tier_is_a_file_or_its_own_directory_fails_to_start(
     local_worker: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "tier").write_text("a file")

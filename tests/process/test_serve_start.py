@@ -54,7 +54,7 @@ async def fail_to_start(**settings: object) -> str:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_a_wrong_model_or_setting_makes_the_worker_start_fail_before_a_nats_stream_is_created(
+async def test_a_missing_model_or_too_little_memory_fails_a_worker_start_before_a_nats_stream_is_created(
     wrong: str, tmp_path: Path, tiny_model: Path, nats_url: str
 ) -> None:
     changes, says = WRONG[wrong]
@@ -106,7 +106,7 @@ def test_serve_check_exits_with_0_if_a_worker_would_start_and_starts_no_nats_ser
         (("--max-batch", "0"), 2, "--max-batch: '0' is not valid"),
     ],
 )
-def test_serve_check_fails_with_the_reason_why_a_worker_would_not_start(
+def test_serve_check_fails_with_the_reason_for_a_missing_model_or_an_option_out_of_range(
     options: tuple[str, ...], code: int, says: str, tmp_path: Path
 ) -> None:
     done = serve(tmp_path, "--check", *options)

@@ -190,7 +190,7 @@ HEALTHLESS = ("", "box", "box:", "0", "65536", "::1", "::1:80", "[::1]", "a b:80
         ("log_level", ["info"], "one of auto, debug, info, warning, error"),
     ],
 )
-def test_an_invalid_value_of_a_setting_is_refused_with_an_error_that_names_the_allowed_values(
+def test_a_setting_of_another_type_or_out_of_range_is_refused_with_the_allowed_values(
     tmp_path, name, value, right
 ):
     message = refusal({name: value}, cwd=tmp_path)
@@ -198,7 +198,7 @@ def test_an_invalid_value_of_a_setting_is_refused_with_an_error_that_names_the_a
     assert right in message
 
 
-def test_the_error_for_an_invalid_nats_url_does_not_repeat_its_password(tmp_path):
+def test_the_error_for_a_malformed_nats_url_does_not_repeat_its_password(tmp_path):
     message = refusal({"nats": "nats://me:secret@queue:99999"}, cwd=tmp_path)
     assert "secret" not in message
 
@@ -296,7 +296,7 @@ def test_the_model_tables_of_the_settings_file_are_ignored_if_a_model_or_subject
         ("model = 'z'\n[models.a]\nmodel = 'x'", "make it one of them"),
     ],
 )
-def test_an_invalid_model_table_of_the_settings_file_is_refused_with_advice(tmp_path, toml, says):
+def test_a_model_table_without_a_model_or_with_unknown_settings_is_refused_with_advice(tmp_path, toml, says):
     write(tmp_path, toml)
     with pytest.raises(SettingsError, match=says) as caught:
         load_models({}, {}, None, tmp_path)

@@ -135,7 +135,7 @@ async def test_a_request_loads_its_model_and_unloads_another_model_if_memory_is_
 
 @pytest.mark.packaging
 @pytest.mark.process
-async def test_a_model_unused_for_a_while_is_unloaded_and_its_session_continues_after_a_reload(
+async def test_a_model_unused_for_a_while_is_unloaded_and_reloaded_for_the_next_message_of_a_session(
     house: Any,
 ) -> None:
     at = await house(unload_after_s="1")

@@ -29,7 +29,7 @@ SLEEP_S = 13.0
 
 
 @pytest.mark.process
-async def test_an_answer_continues_after_the_machine_slept_longer_than_the_worker_timeout(
+async def test_an_answer_completes_after_the_machine_slept_longer_than_the_worker_timeout(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker = worker_process()
@@ -78,7 +78,7 @@ async def test_a_worker_keeps_macos_awake_only_while_requests_are_running(
     assert (tmp_path / "caffeinate.log").read_text() == 2 * f"-i -w {os.getpid()}\n"
 
 
-async def test_a_worker_serves_even_without_the_macos_program_that_prevents_sleep(
+async def test_a_worker_keeps_running_without_the_macos_program_that_prevents_sleep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")

@@ -635,7 +635,7 @@ async def test_a_timeout_error_names_the_request_id_and_a_repeat_under_that_id_g
     assert (await session.generate(text="hi", request_id="g1", timeout_s=10)).text == TEXT
 
 
-async def test_if_a_first_waiter_is_cancelled_before_the_log_acknowledges_a_second_waiter_gets_the_answer(
+async def test_a_second_waiter_gets_the_answer_if_the_first_is_cancelled_before_the_log_has_the_request(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
     server.kill()

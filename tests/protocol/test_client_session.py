@@ -66,7 +66,7 @@ async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
     """Never answer."""
 
 
-async def test_open_append_generate_rewind_and_close_of_a_session_each_return_their_own_result(
+async def test_open_append_generate_rewind_and_close_send_the_request_of_their_name_and_return_its_result(
     client: Client, worker: FakeWorker
 ) -> None:
     session = client.session("s1")
@@ -144,7 +144,7 @@ INVALID: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
-async def test_a_client_refuses_an_invalid_request_without_sending_it(
+async def test_a_client_refuses_a_request_with_an_unknown_or_out_of_range_field_without_sending_it(
     client: Client, worker: FakeWorker
 ) -> None:
     for call, sentence in INVALID:
@@ -172,7 +172,7 @@ async def test_a_session_with_a_cache_policy_is_opened_once_before_its_first_tur
     assert [type(request) for _, request in worker.requests].count(Open) == 1
 
 
-async def test_creating_a_session_object_with_an_invalid_cache_policy_raises_an_error(client: Client) -> None:
+async def test_a_session_object_with_window_0_or_a_text_as_cache_policy_is_refused(client: Client) -> None:
     with pytest.raises(InvalidMessageError, match=r"cache needs a window of 1 to \d+ tokens, not 0"):
         client.session("s1", cache={"policy": "sink_window", "window": 0})
     words: Any = "sink_window"
@@ -180,7 +180,7 @@ async def test_creating_a_session_object_with_an_invalid_cache_policy_raises_an_
         client.session("s1", cache=words)
 
 
-async def test_invalid_session_tenant_worker_and_subject_prefix_names_are_refused_by_the_client(
+async def test_session_tenant_worker_and_prefix_names_with_forbidden_characters_are_refused_by_the_client(
     client: Client, server: NatsServer
 ) -> None:
     with pytest.raises(InvalidMessageError, match=r"session 'a\.b' is not valid"):
@@ -242,7 +242,7 @@ async def test_the_client_sends_a_control_request_again_that_a_worker_received_j
                 await client.session("s1").cancel("g1")
 
 
-async def test_iterating_over_metrics_skips_invalid_messages_and_ends_when_the_client_is_closed(
+async def test_iterating_over_metrics_skips_undecodable_messages_and_ends_when_the_client_is_closed(
     client: Client, worker: FakeWorker
 ) -> None:
     seen = asyncio.Event()
@@ -317,7 +317,7 @@ async def test_connecting_without_a_nats_server_fails_at_once_with_one_line_that
     assert str(caught.value) == f"no NATS server at {url.replace('user:secret@', '')}: {why}"
 
 
-async def test_a_client_connects_by_await_or_by_async_with_and_is_closed_at_the_end_of_the_block(
+async def test_a_client_connected_with_or_without_await_is_closed_at_the_end_of_its_async_with_block(
     server: NatsServer,
 ) -> None:
     async with connect(server.url) as entered:
@@ -483,7 +483,7 @@ async def test_a_client_request_waits_while_the_nats_cluster_elects_a_leader_and
     server.kill()
 
 
-async def test_a_request_to_a_nats_cluster_without_quorum_raises_an_error_that_names_too_few_servers(
+async def test_a_request_to_a_nats_cluster_without_quorum_raises_an_error_that_says_too_few_servers_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnkeep_client.wire.NUM_TRIES_OF_SEVERAL", 2)

@@ -192,9 +192,7 @@ def read_or_refuse(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", ["in", "ctl", "ask"])
-def test_the_error_for_an_invalid_message_says_in_one_line_what_is_wrong_and_what_is_allowed(
-    kind: str,
-) -> None:
+def test_the_error_for_a_message_that_breaks_its_schema_says_in_one_line_what_is_allowed(kind: str) -> None:
     decode: Any = {"in": decode_request, "ctl": decode_control, "ask": lambda body: decode_ask(body, "a1")}[
         kind
     ]
@@ -232,7 +230,7 @@ def test_the_error_for_an_unknown_request_field_lists_every_field_of_that_reques
         assert allowed == ["type", *(field.encode_name for field in msgspec.structs.fields(kind))]
 
 
-def test_refusing_many_invalid_requests_inspects_each_message_type_only_once(
+def test_refusing_requests_repeatedly_inspects_each_message_type_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An inspection blocks the event loop for milliseconds, and thousands of invalid messages may arrive."""
@@ -300,9 +298,7 @@ def test_every_nats_subject_built_from_tenant_session_and_kind_is_parsed_back_to
 
 
 @pytest.mark.parametrize("bad", NAMES)
-def test_building_a_subject_from_an_invalid_tenant_or_session_id_raises_an_error_that_names_the_id(
-    bad: str,
-) -> None:
+def test_building_a_subject_from_an_id_with_forbidden_characters_raises_an_error_naming_it(bad: str) -> None:
     with pytest.raises(InvalidMessageError, match=r"tenant .* is not valid: it must be 1 to 64"):
         session_key(bad, "s1")
     with pytest.raises(InvalidMessageError, match=r"session .* is not valid"):
@@ -445,9 +441,7 @@ def test_a_stop_string_given_alone_equals_a_list_with_that_stop_string() -> None
         b'{"id":' + b"[" * 100_000,
     ],
 )
-def test_the_error_for_an_invalid_request_body_has_the_request_id_only_if_the_id_is_valid(
-    body: bytes,
-) -> None:
+def test_the_error_for_an_undecodable_request_has_its_request_id_if_that_id_is_valid(body: bytes) -> None:
     for decode in (decode_request, decode_control, lambda body: decode_ask(body, "made-up")):
         with pytest.raises(InvalidMessageError) as caught:
             decode(body)

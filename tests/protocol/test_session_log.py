@@ -107,7 +107,7 @@ async def test_the_python_client_reads_recorded_session_logs_into_the_same_histo
     assert (history.is_whole, history.position) == (expected["is_whole"], expected["position"])
 
 
-async def test_reading_part_of_a_session_log_returns_its_results_with_their_requests_and_open_ones() -> None:
+async def test_reading_part_of_a_session_log_returns_its_results_and_its_unanswered_requests() -> None:
     whole = await read(stream(), GARDEN)
     for start in range(1, 25):
         for end in range(start, 25):
@@ -143,7 +143,7 @@ async def test_a_log_entry_that_only_a_lagging_replica_lacks_is_not_reported_as_
     assert await LogStream(wire, Subjects()).get(SessionKey("default", "running"), "in", 26) is not None
 
 
-async def test_if_a_session_log_has_two_results_of_a_request_the_first_one_counts() -> None:
+async def test_of_two_results_of_a_request_in_a_session_log_the_history_has_only_the_first() -> None:
     log = await read(stream(), GARDEN)
     entries = [*(one.entry for one in log.asked), *(one.entry for one in log.answers)]
     twice = log.answers[1].entry._replace(seq=99)

@@ -106,7 +106,7 @@ def test_serve_on_a_port_in_use_by_another_program_exits_with_a_one_line_error_t
         (("surplus",), "unexpected extra argument"),
     ],
 )
-def test_serve_with_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
+def test_serve_with_an_unknown_option_or_a_value_out_of_range_exits_with_code_2(
     arguments: tuple[str, ...], says: str
 ) -> None:
     done = CliRunner().invoke(main, ["serve", *arguments])

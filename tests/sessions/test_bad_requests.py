@@ -46,7 +46,7 @@ async def check_goes_on(wire: Wire, *sessions: str) -> None:
         assert result["position"] == before + 5 + len(result["tokens"])
 
 
-async def test_a_message_whose_body_is_not_a_valid_request_is_refused_with_the_reason(wire: Start) -> None:
+async def test_a_message_that_does_not_fit_the_request_schema_is_refused_with_the_reason(wire: Start) -> None:
     """The result names the body's stream sequence, and the body's id if that is valid.
 
     The corrected request may then use the same id.
@@ -69,7 +69,7 @@ async def test_a_message_whose_body_is_not_a_valid_request_is_refused_with_the_r
 
 
 @pytest.mark.parametrize("kind", ["ctl", "ask"])
-async def test_an_invalid_request_on_the_ctl_or_ask_subject_is_refused_with_the_reason_and_not_stored(
+async def test_a_request_on_the_ctl_or_ask_subject_that_breaks_its_schema_is_refused_and_not_stored(
     wire: Start, kind: str
 ) -> None:
     w = await wire()
@@ -84,7 +84,7 @@ async def test_an_invalid_request_on_the_ctl_or_ask_subject_is_refused_with_the_
     await check_goes_on(w, "s")
 
 
-async def test_a_request_with_an_invalid_id_is_refused_with_the_rule_for_ids(wire: Start) -> None:
+async def test_a_request_id_with_forbidden_characters_is_refused_with_the_rule_for_ids(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("first"))
     for bad in NAMES:
@@ -112,7 +112,7 @@ async def test_a_generate_request_with_options_at_the_limits_of_their_ranges_is_
 BAD_TENANTS, BAD_SESSIONS = ("de$fault", "ü", "_metrics"), ("a$b", "-s", "s" * 65, "日本", "{s}")
 
 
-async def test_a_request_under_an_invalid_tenant_or_session_name_is_refused_with_the_rule_for_names(
+async def test_a_tenant_or_session_name_with_forbidden_characters_is_refused_with_the_rule_for_names(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -247,7 +247,7 @@ async def test_a_request_repeated_under_the_same_id_gets_the_recorded_result_of_
     await check_goes_on(w, "s")
 
 
-async def test_the_text_of_an_invalid_request_is_shown_in_its_result_after_the_request_has_left_the_log(
+async def test_the_text_of_an_undecodable_request_is_shown_in_its_result_after_it_has_left_the_log(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -300,9 +300,7 @@ DISALLOWED: list[tuple[list[Any], dict[str, Any], str, str]] = [
 ]
 
 
-async def test_a_request_that_the_state_of_its_session_does_not_allow_is_refused_with_the_reason(
-    wire: Start,
-) -> None:
+async def test_rewinding_or_closing_a_missing_session_or_opening_an_open_one_is_refused(wire: Start) -> None:
     w = await wire()
     for at, (before, request, says, code) in enumerate(DISALLOWED):
         session = f"s{at}"
@@ -356,7 +354,7 @@ GARBAGE = [
 ]
 
 
-async def test_invalid_messages_published_on_the_subject_of_results_are_ignored(wire: Start) -> None:
+async def test_messages_on_the_subject_of_results_that_are_no_results_are_ignored(wire: Start) -> None:
     """Whether they come before a session's first request, between its turns, or before a restart."""
     w = await wire()
     for session in ("s", "t"):
@@ -401,7 +399,7 @@ NO_CHUNKS = [
 ]
 
 
-async def test_invalid_messages_among_the_token_chunks_do_not_become_part_of_an_answer(wire: Start) -> None:
+async def test_messages_among_the_token_chunks_that_are_no_chunks_add_nothing_to_answers(wire: Start) -> None:
     """A worker that resumes an answer from the token stream accepts only tokens of the model's vocabulary."""
     w = await wire()
     expected = await w.send("clean", generate("g", text="abc", max_tokens=8))

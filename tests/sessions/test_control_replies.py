@@ -179,7 +179,7 @@ async def test_the_error_reply_to_a_control_or_ask_request_contains_the_id_of_th
 
 
 @pytest.mark.simulated
-async def test_an_invalid_count_or_ask_request_gets_the_same_error_as_an_invalid_generate_request(
+async def test_a_refused_count_or_ask_request_gets_the_error_of_the_same_generate_request(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire(other_model="refuse")

@@ -97,7 +97,7 @@ async def test_an_append_sent_after_a_close_is_refused_even_if_the_log_is_read_a
     await world.assert_fold_is_life()
 
 
-async def test_a_request_cancelled_behind_a_waiting_close_with_forget_keeps_its_result_under_its_id(
+async def test_a_request_cancelled_behind_a_queued_close_with_forget_still_gets_its_result_when_repeated(
     world,
 ) -> None:
     """Its result is stored before that of the close."""
@@ -160,7 +160,7 @@ async def test_a_cancel_that_waits_for_an_answer_to_end_returns_if_the_session_i
         await ending
 
 
-async def test_the_result_of_a_cancelled_waiting_request_is_not_used_to_verify_a_checkpoint(
+async def test_the_result_of_a_request_cancelled_before_it_ran_does_not_count_as_proof_of_the_history(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that reads the log does not take it for a proof either."""
@@ -173,7 +173,7 @@ async def test_the_result_of_a_cancelled_waiting_request_is_not_used_to_verify_a
     assert (await world.refolded()).log.record.proven_seq == proven_seq
 
 
-async def test_the_remaining_close_result_of_a_forgotten_session_is_not_used_to_verify_a_checkpoint(
+async def test_the_close_result_left_of_a_forgotten_session_does_not_count_as_proof_of_the_history(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its digest says of is gone."""
@@ -233,9 +233,7 @@ async def test_after_a_crash_the_next_worker_ends_the_token_stream_of_an_answere
     assert world.outbox.texts == ([result.text[said:]] if cancel_after else [])
 
 
-async def test_the_last_published_chunk_has_the_text_and_reasoning_that_all_earlier_chunks_lack(
-    world,
-) -> None:
+async def test_the_last_published_chunk_has_all_text_and_reasoning_not_yet_in_earlier_chunks(world) -> None:
     result = await world.ask(Generate(id="g", text="down", max_tokens=2))
     result = structs.replace(result, text="xyz", reasoning="abcd")
     first, last = (Chunk(at, (token,), "") for at, token in enumerate(result.tokens))
@@ -283,9 +281,7 @@ async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result
     assert repeated.repeat_of == 1
 
 
-async def test_a_session_whose_log_contradicts_itself_can_be_opened_again_after_being_forgotten(
-    world,
-) -> None:
+async def test_a_session_with_a_false_history_digest_can_be_opened_again_after_being_forgotten(world) -> None:
     await world.ask(Append(id="a", text="one"))
     await diverged(world, tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32}))
     await world.ask(Close(id="close", forget=True))
@@ -358,7 +354,7 @@ async def test_erasing_token_sequences_with_a_common_prefix_erases_the_prefix_wi
     assert erased == [([1, 2, 3], 2), ([1, 2, 4, 5], 1)]
 
 
-async def test_a_session_with_a_wrong_position_in_a_logged_result_refuses_further_requests(world) -> None:
+async def test_a_session_with_an_altered_position_in_a_logged_result_refuses_further_requests(world) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
     for index in (0, 1):
@@ -379,7 +375,7 @@ async def test_a_session_with_a_wrong_position_in_a_logged_result_refuses_furthe
         (None, "is no such result: Appended"),
     ],
 )
-async def test_a_session_with_an_invalid_change_field_in_a_logged_result_refuses_further_requests(
+async def test_a_session_with_an_altered_change_field_in_a_logged_result_refuses_further_requests(
     world, change: Any, why: str
 ) -> None:
     await world.ask(Append(id="a", tokens=(1, 2)))
@@ -475,7 +471,7 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("repeated", ASKED.values(), ids=ASKED)
-async def test_a_session_continues_after_a_worker_that_could_not_read_its_log_answered_a_repeated_request(
+async def test_a_repeat_answered_by_a_worker_that_could_not_read_the_log_blocks_no_later_request(
     world: World, repeated: Any
 ) -> None:
     for request in ASKED.values():
@@ -536,7 +532,7 @@ FAILS = Rewind(id="r", position=99)
     ],
     ids=["a finish reason", "a field", "the code of a failure", "a value in a failure"],
 )
-async def test_a_session_continues_after_a_logged_result_with_unknown_values_of_a_newer_version(
+async def test_a_session_accepts_requests_after_a_logged_result_with_unknown_values_of_a_newer_version(
     world: World, request_: Any, fields: dict[str, Any]
 ) -> None:
     """A repeat still gets it. A failure never changes a session, whatever fields a newer version adds."""

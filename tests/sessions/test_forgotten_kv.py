@@ -167,7 +167,7 @@ async def test_forgetting_a_session_also_removes_snapshots_of_text_that_the_chat
     assert not (await settled(worker.client.session("other"))).snapshots.stored
 
 
-async def test_forgetting_a_session_also_removes_snapshots_of_the_input_of_a_withdrawn_request(
+async def test_forgetting_a_session_also_removes_snapshots_of_input_whose_request_was_cancelled(
     local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await started(local_worker, endless_model)
@@ -284,7 +284,7 @@ async def test_restoring_a_backup_of_the_cache_brings_back_no_kv_of_forgotten_se
     assert worker.app._store.eraser.put_back == frozenset()
 
 
-async def test_a_cache_restored_from_a_backup_older_than_the_oldest_erasure_note_is_emptied(
+async def test_a_cache_restored_from_a_backup_older_than_the_oldest_logged_erase_order_is_emptied(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker(block_tokens=LONG_BLOCK)
@@ -349,7 +349,7 @@ async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_forgot
     assert await num_fetched(worker, KEPT) == 3 * LONG_BLOCK
 
 
-async def test_a_remote_tier_that_failed_to_record_its_erasures_is_used_again_after_a_successful_try(
+async def test_a_remote_tier_counts_as_free_of_forgotten_kv_only_once_its_erasures_could_be_recorded(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is fresh, and the log has no note."""

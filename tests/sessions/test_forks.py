@@ -128,7 +128,7 @@ async def test_cancelling_the_clients_samples_call_stops_its_answers_and_removes
                 await asyncio.sleep(0.1)
 
 
-async def test_an_impossible_fork_is_refused_with_the_reason_and_creates_no_session(client: Client) -> None:
+async def test_a_fork_of_a_missing_or_closed_session_or_beyond_its_end_is_refused(client: Client) -> None:
     parent = await conversation(client)
     end = (await parent.info()).position
     closed = await conversation(client, "closed")

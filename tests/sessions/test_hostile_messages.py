@@ -238,9 +238,7 @@ async def stored(w: Wire, raw: Socket, subject: bytes, body: bytes, header: byte
     return int(ack["seq"])
 
 
-async def test_a_request_message_with_an_unreadable_nats_header_block_is_answered(
-    wire: Start, raw: Socket
-) -> None:
+async def test_a_request_message_with_a_malformed_nats_header_is_answered(wire: Start, raw: Socket) -> None:
     """Workers ignore headers. The log stores them, so reading the log after a restart must work too."""
     w = await wire()
     for number, header in enumerate(HEADERS):
@@ -254,7 +252,7 @@ async def test_a_request_message_with_an_unreadable_nats_header_block_is_answere
     assert (await w.send("s", append("a0")))["type"] == "appended", "the first result is found in the log"
 
 
-async def test_a_worker_still_answers_after_requests_with_unusable_reply_subjects(
+async def test_a_worker_still_answers_after_requests_with_malformed_reply_subjects(
     wire: Start, raw: Socket
 ) -> None:
     w = await wire()

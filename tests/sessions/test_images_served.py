@@ -156,7 +156,7 @@ async def test_an_image_token_that_the_model_samples_is_not_treated_as_an_image(
     assert [one.digest for one in (await ask(session, "so ", BLUE)).change.images] == [digest(BLUE)]
 
 
-async def test_a_session_rewound_to_a_position_inside_an_image_continues_from_that_position(
+async def test_a_session_rewound_into_an_image_and_its_fork_after_a_restart_get_the_same_answer(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     worker = await local_worker(model=str(seeing), snapshots="off")
@@ -190,7 +190,7 @@ async def test_a_rewind_or_fork_inside_an_image_is_refused_if_the_model_encodes_
         assert (await ask(session, "so ", BLUE)).tokens == (await ask(other, "so ", BLUE)).tokens
 
 
-async def test_a_request_with_a_missing_or_broken_image_fails_and_other_requests_are_answered(
+async def test_a_request_with_an_unstored_or_truncated_image_fails_and_the_next_one_is_answered(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client

@@ -87,7 +87,7 @@ async def test_the_delay_of_requests_returned_to_nats_grows_with_the_requests_of
     assert 9 < last.delay_s < 12
 
 
-async def test_a_worker_knows_per_session_the_first_returned_request_that_no_other_worker_received() -> None:
+async def test_a_worker_lists_per_session_the_first_request_it_returned_to_nats_and_no_other_got() -> None:
     intake, (b, c) = intake_for(9), (SessionKey("t", session) for session in "bc")
     for session, seq, num in (("a", 1, 1), ("b", 5, 1), ("b", 4, 1), ("c", 6, 2), ("c", 7, 1), ("b", 5, 2)):
         await intake.deliver(Delivered(session, seq, num), lambda _: None)
@@ -96,7 +96,7 @@ async def test_a_worker_knows_per_session_the_first_returned_request_that_no_oth
     assert intake.first_returned() == {b: 5, c: 7}
 
 
-async def test_a_request_returned_to_nats_is_dropped_from_the_count_only_after_a_long_missing_redelivery(
+async def test_the_count_of_requests_returned_to_nats_drops_those_not_redelivered_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.0)
@@ -167,7 +167,7 @@ async def test_a_worker_sends_a_restarted_nats_server_no_ack_for_deliveries_whos
     assert SessionKey("t", "s8") not in intake.at_work
 
 
-async def test_a_request_under_an_invalid_session_name_that_is_delivered_twice_gets_one_refusal() -> None:
+async def test_a_request_under_a_wildcard_session_name_that_is_delivered_twice_gets_one_refusal() -> None:
     refused: list[int] = []
 
     async def refuse(_subject: str, seq: int, _why: str) -> None:
@@ -181,9 +181,7 @@ async def test_a_request_under_an_invalid_session_name_that_is_delivered_twice_g
     assert all(one.is_terminated for one in deliveries)
 
 
-async def test_a_request_returned_to_nats_counts_as_redelivered_only_if_redelivered_before_its_return() -> (
-    None
-):
+async def test_a_redelivery_after_this_worker_returned_the_request_counts_as_no_further_attempt() -> None:
     rung: list[Any] = []
     intake = intake_for(1)
     for delivered in (Delivered("a", 9), Delivered("b", 5, 2), Delivered("c", 10)):
@@ -389,7 +387,7 @@ def test_a_new_session_goes_to_the_least_busy_worker_if_the_first_has_8_and_50_p
     assert cluster.workers["a"]._relief(KEY, "") == ("bootb" if leaves else "")
 
 
-async def test_a_delivery_repeated_while_it_is_offered_to_the_sessions_worker_is_offered_again() -> None:
+async def test_a_redelivery_during_the_offer_of_a_request_to_its_sessions_worker_is_offered_too() -> None:
     """Of several deliveries of one request only the last can be acknowledged."""
     routing, offered = Cluster().workers["a"], list[Any]()
     first, again = Delivered("s", 7), Delivered("s", 7, 2)
@@ -405,7 +403,7 @@ async def test_a_delivery_repeated_while_it_is_offered_to_the_sessions_worker_is
     assert (offered, routing._routed) == ([first, again], {})
 
 
-def test_a_worker_knows_per_session_the_first_request_being_routed_that_no_other_worker_received() -> None:
+def test_a_worker_lists_per_session_the_first_request_it_is_routing_and_no_other_got() -> None:
     routing, other = Cluster().workers["a"], SessionKey("other", "s")
     routing._routed[KEY] = {seq: (Delivered("s", seq), "s") for seq in (9, 8)}
     routing._routed[other] = {3: (Delivered("s", 3, 2), "s"), 4: (Delivered("s", 4), "s")}
@@ -461,7 +459,7 @@ async def test_a_request_left_by_a_worker_that_stopped_normally_is_not_counted_a
     assert taken == [first_seq]
 
 
-def test_a_worker_remembers_the_owners_of_the_sessions_that_it_looked_up_most_recently(
+def test_a_worker_keeps_only_the_owners_of_the_sessions_that_it_looked_up_most_recently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After it was paused, it remembers none."""

@@ -109,7 +109,7 @@ def said(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-async def test_a_message_on_which_the_chat_template_never_ends_is_refused_and_the_session_continues(
+async def test_a_message_on_which_the_chat_template_never_ends_is_refused_and_the_next_one_answered(
     wire: Start, model_with_template: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never ends for some message, or for an answer's header. Other sessions are answered meanwhile."""

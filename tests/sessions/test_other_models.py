@@ -75,7 +75,7 @@ def test_a_session_served_by_several_models_has_the_same_state_read_from_its_log
             asyncio.run(live(World(tokenizer, others=(corrected, foreign)), operations))
 
 
-async def test_a_session_continues_after_a_change_of_the_chat_template_with_its_earlier_tokens(
+async def test_a_session_keeps_its_earlier_tokens_after_a_change_of_the_chat_template(
     world: World, corrected: Tokenizer
 ) -> None:
     """Earlier tokens stay; new messages are rendered by the new template."""
@@ -92,7 +92,7 @@ async def test_a_session_continues_after_a_change_of_the_chat_template_with_its_
     await world.assert_fold_is_life()
 
 
-async def test_a_session_continues_with_different_weights_and_its_result_names_the_previous_model(
+async def test_the_first_result_of_a_session_after_a_change_of_weights_names_the_previous_model(
     world: World, tokenizer: Tokenizer
 ) -> None:
     await world.ask(asks(0))
@@ -261,7 +261,7 @@ async def tokens_of(client: Client, name: str) -> tuple[int, ...]:
     return tokens
 
 
-async def test_forks_and_windowed_sessions_continue_after_a_change_to_a_model_with_another_tokenizer(
+async def test_forks_and_windowed_sessions_keep_their_texts_after_a_change_to_another_tokenizer(
     local_worker: Callable[..., Any], endless_model: Path, retokenised: Path
 ) -> None:
     """A fork may be made before the change, after it, or after its parent went on with the other model."""

@@ -169,7 +169,7 @@ async def test_four_normal_worker_stops_during_an_append_are_not_counted_as_fail
 
 
 @pytest.mark.parametrize(("stored_s", "attempts"), [(1, 1), (2, 2)])
-async def test_a_noted_failed_attempt_of_an_earlier_request_at_the_same_log_sequence_is_not_counted(
+async def test_a_recorded_failed_attempt_of_an_earlier_request_at_the_same_log_sequence_is_not_counted(
     stored_s: int, attempts: int
 ) -> None:
     """Workers attempt a request once more than allowed if one of them does not count an earlier crash."""
@@ -188,7 +188,7 @@ async def test_a_noted_failed_attempt_of_an_earlier_request_at_the_same_log_sequ
 
 
 @pytest.mark.parametrize(("last", "left"), [(AttemptNote(), 0), (AttemptNote(7, 3), 2)])
-async def test_an_attempt_that_a_worker_stop_ended_is_subtracted_from_the_requests_noted_failed_attempts(
+async def test_an_attempt_that_a_worker_stop_ended_is_subtracted_from_the_recorded_failed_attempts(
     last: AttemptNote, left: int
 ) -> None:
     """No note means that this attempt is the first; the tokens that it published are noted."""
@@ -230,7 +230,7 @@ async def test_an_attempt_by_another_worker_counts_as_a_crash_only_if_that_worke
 
 
 @pytest.mark.parametrize(("text", "expected"), [("hello", "appended"), ("other", "id_conflict")])
-async def test_a_request_with_an_already_used_id_gets_its_reply_even_if_a_worker_crashes_meanwhile(
+async def test_a_request_with_an_already_used_id_is_no_dead_letter_if_a_worker_crashes_meanwhile(
     wire: Start, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
 ) -> None:
     """Such a request runs nothing, so it cannot have ended them."""

@@ -92,7 +92,7 @@ async def test_an_open_request_with_sink_window_but_without_sizes_gets_the_defau
         ),
     ],
 )
-async def test_an_open_with_a_window_that_does_not_fit_the_worker_is_refused_and_creates_no_session(
+async def test_an_open_with_a_window_below_a_block_or_beyond_the_context_creates_no_session(
     world: World, cache: dict[str, int], refusal: str
 ) -> None:
     refused = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window", **cache)))

@@ -58,7 +58,7 @@ async def replicated(*_: Any) -> bool:
 
 
 @pytest.mark.real
-async def test_a_cancelled_answer_keeps_the_tokens_generated_until_then_and_the_session_continues(
+async def test_a_cancelled_answer_keeps_its_tokens_and_the_next_answer_continues_the_same_text(
     client: Client,
 ) -> None:
     session = client.session("s")
@@ -190,7 +190,7 @@ async def test_an_info_request_returns_the_state_and_progress_of_a_running_and_o
 
 
 @pytest.mark.real
-async def test_the_counts_in_a_workers_metrics_are_consistent_and_match_the_answers(wire: Start) -> None:
+async def test_snapshot_counts_in_metrics_add_up_and_request_counts_match_the_answers(wire: Start) -> None:
     """Snapshots: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`, in every message."""
     w = await wire(metrics_interval_s=0.1)
     client: Client = w.worker.client

@@ -82,7 +82,7 @@ async def test_a_request_that_nats_stored_but_no_longer_delivers_after_a_restart
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("when", ["while it runs", "before it starts", "between two reads"])
-async def test_an_erasure_note_is_carried_out_even_if_it_reuses_the_log_sequence_of_a_lost_note(
+async def test_a_logged_erase_order_is_carried_out_even_if_it_reuses_the_log_sequence_of_a_lost_order(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """A worker, or its directory, had carried out the lost one."""
@@ -306,7 +306,7 @@ async def test_a_session_damaged_in_the_log_can_be_removed_and_its_name_used_aga
         assert (await session.append(text="more", timeout_s=15)).position == 4
 
 
-async def test_after_damage_to_the_log_file_a_session_continues_from_its_last_turn_before_the_damage(
+async def test_after_damage_to_the_log_file_a_session_has_exactly_its_turns_before_the_damage(
     log: Damaged, local_worker: Start
 ) -> None:
     """The server drops the entries after the damage, so its consumer may have passed the next sequences."""

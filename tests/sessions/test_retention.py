@@ -340,7 +340,7 @@ async def test_a_closed_session_whose_removal_was_interrupted_by_a_kill_at_any_p
 
 
 @pytest.mark.parametrize("forged", [b"forget", b""])
-async def test_a_forged_note_that_a_session_was_closed_removes_no_session_from_the_log(
+async def test_a_forged_log_entry_of_a_close_removes_no_session_from_the_log(
     quiet_wire: Start, forged: bytes
 ) -> None:
     """An open session, and one that was closed without `forget`, keep their entries."""
@@ -358,7 +358,7 @@ async def test_a_forged_note_that_a_session_was_closed_removes_no_session_from_t
 
 
 @pytest.mark.parametrize("closed_ttl_s", [None, 0.0])
-async def test_a_close_noted_twice_because_of_a_crash_removes_only_images_stored_before_the_first_note(
+async def test_a_close_logged_twice_because_of_a_crash_removes_only_images_from_before_the_first_entry(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, closed_ttl_s: float | None
 ) -> None:
     """Images that were stored behind it are of the next session, and no note is left over."""
@@ -384,7 +384,7 @@ async def test_a_close_noted_twice_because_of_a_crash_removes_only_images_stored
     assert (w.subject("s", "closed") in subjects) == (closed_ttl_s is None)
 
 
-async def test_a_forged_close_note_and_a_repeated_close_remove_nothing_of_a_reopened_session(
+async def test_a_forged_log_entry_of_a_close_and_a_repeated_close_remove_nothing_of_a_reopened_session(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire(closed_ttl_s=None)
@@ -409,7 +409,7 @@ async def test_an_info_or_cancel_request_for_an_unknown_session_leaves_no_sessio
     assert (await w.control("s", {"type": "info"}))["worker"]["sessions"] == 1
 
 
-async def test_an_info_request_for_a_closed_session_with_a_waiting_open_returns_position_0(
+async def test_an_info_request_for_a_closed_session_whose_reopening_is_queued_returns_position_0(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -600,7 +600,7 @@ async def test_retention_finds_the_result_of_a_close_stored_after_the_result_of_
     assert (found.entry.seq, found.forgets) == (7, True)
 
 
-async def test_from_a_nearly_full_log_closed_sessions_are_removed_until_its_size_is_below_the_lower_mark(
+async def test_closed_sessions_in_a_log_full_to_95_percent_are_removed_until_80_percent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise the log would be nearly full again soon. Each session here is a twentieth of the log."""
@@ -624,7 +624,7 @@ async def test_from_a_nearly_full_log_closed_sessions_are_removed_until_its_size
     assert at_once == [True] * 3 + [False] * 3
 
 
-async def test_close_notes_are_carried_out_again_after_a_restart_of_the_nats_server(
+async def test_the_removal_of_closed_sessions_is_carried_out_again_after_a_restart_of_the_nats_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server may have lost its last entries, and another note may have the sequence of a known one."""
@@ -685,7 +685,7 @@ async def test_a_worker_that_missed_the_forgetting_of_a_session_drops_the_sessio
     assert key not in app.device_of_hashes.resident
 
 
-async def test_a_worker_away_longer_than_erasure_notes_are_kept_drops_its_kv_once_running_turns_have_ended(
+async def test_a_worker_away_longer_than_erase_orders_are_kept_drops_its_kv_once_running_turns_have_ended(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It erases its copies last, and again if this failed, since a running turn may add some."""
@@ -716,7 +716,7 @@ async def test_a_worker_away_longer_than_erasure_notes_are_kept_drops_its_kv_onc
     assert (await disk.erased_up_to(app._parts.erasures._log)).seq > asked
 
 
-async def test_an_erasure_note_is_retried_until_it_is_carried_out_and_stays_in_the_log_for_90_days(
+async def test_a_logged_erase_order_is_retried_until_it_succeeds_and_stays_in_the_log_for_90_days(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers that are away meanwhile read it later; only the last note stays for longer."""
@@ -745,7 +745,7 @@ async def test_an_erasure_note_is_retried_until_it_is_carried_out_and_stays_in_t
 
 
 @pytest.mark.parametrize(("boot", "num_erased"), [("an empty directory's", 0), (erasures.TIER, 1)])
-async def test_a_starting_worker_with_an_empty_cache_skips_old_erasure_notes_unless_its_remote_tier_is_new(
+async def test_a_starting_worker_with_an_empty_cache_skips_old_erase_orders_unless_its_remote_tier_is_new(
     quiet_wire: Start, boot: str, num_erased: int
 ) -> None:
     """Each takes milliseconds, and a log may have 100,000. A tier of which nothing is known may have KV."""
@@ -775,7 +775,7 @@ async def test_a_starting_worker_with_an_empty_cache_skips_old_erasure_notes_unl
         assert len(noted) == num_notes
 
 
-async def test_an_erasure_note_is_carried_out_only_after_the_running_turn_of_its_session_has_ended(
+async def test_a_logged_erase_order_is_carried_out_only_after_the_running_turn_of_its_session_has_ended(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -806,7 +806,7 @@ async def until_queued(w: Wire, session: str, wanted: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("filling")
-async def test_an_answered_request_is_removed_from_the_log_and_its_session_continues(
+async def test_a_repeat_of_a_request_already_removed_from_the_log_gets_the_recorded_result(
     quiet_wire: Start,
 ) -> None:
     """Also at a worker that has read the session without it: repeats and conflicts are answered as before."""
@@ -849,7 +849,7 @@ async def test_a_worker_removes_the_answered_requests_of_a_worker_that_has_ended
 
 @pytest.mark.usefixtures("filling")
 @pytest.mark.parametrize("last", [append("b"), CLOSE, FORGET])
-async def test_no_request_or_session_is_removed_from_the_log_for_a_result_that_a_power_cut_may_still_lose(
+async def test_no_request_or_session_leaves_the_log_before_its_result_is_safe_from_a_power_cut(
     quiet_wire: Start, server: Server, last: dict[str, Any]
 ) -> None:
     """A restarted server may have lost it, and another entry may have its sequence: then it takes as long."""

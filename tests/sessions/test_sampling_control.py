@@ -132,7 +132,7 @@ async def test_raw_text_and_an_answer_prefix_get_the_same_answer_as_both_sent_as
     assert (given.tokens, given.position) == (plain.tokens, plain.position)
 
 
-async def test_with_own_sampling_a_request_takes_missing_options_from_the_models_recommendations(
+async def test_a_request_with_own_sampling_true_takes_missing_options_from_the_models_generation_config(
     local_worker: Callable[..., Awaitable[Any]], tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "own"

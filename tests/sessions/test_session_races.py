@@ -179,7 +179,7 @@ async def test_a_cancel_that_arrives_as_its_request_completes_is_refused_as_answ
 
 
 @pytest.mark.parametrize("is_forged", [True, False])
-async def test_cancelling_a_waiting_request_keeps_published_tokens_only_if_they_name_the_sessions_digest(
+async def test_cancelling_a_waiting_request_keeps_published_tokens_only_if_they_have_the_sessions_digest(
     world: World, monkeypatch: pytest.MonkeyPatch, is_forged: bool
 ) -> None:
     """Those of a worker do, if the server has lost a result since: the request was the first one then."""
@@ -223,7 +223,7 @@ async def test_after_a_failed_read_of_the_log_no_request_is_answered_twice(
     assert len(world.results) == 4
 
 
-async def test_the_result_of_a_close_is_stored_under_the_lock_of_the_removal_of_closed_sessions(
+async def test_a_close_holds_the_lock_for_removing_closed_sessions_while_its_result_is_stored(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the worker, if the acknowledgement is late, could store the result a second time."""
@@ -587,7 +587,7 @@ async def test_an_answer_whose_token_stream_another_worker_has_ended_stops_with_
         (0, 0, 3, False),
     ],
 )
-async def test_a_stopping_worker_does_not_overwrite_the_noted_failed_attempts_of_an_earlier_request(
+async def test_a_stopping_worker_keeps_the_recorded_failed_attempts_of_an_earlier_request(
     world: World, noted: int, attempts: int, asked: int, is_noted: bool
 ) -> None:
     """Otherwise a request that crashes workers would be begun for ever, if some are stopped in between."""
@@ -598,7 +598,7 @@ async def test_a_stopping_worker_does_not_overwrite_the_noted_failed_attempts_of
     assert len(world.log.notes) == 1 + is_noted
 
 
-async def test_no_checkpoint_is_stored_past_a_waiting_or_unread_request(world: World) -> None:
+async def test_no_checkpoint_covers_the_log_beyond_a_waiting_or_unread_request(world: World) -> None:
     """A worker that opens the session from such a checkpoint would never answer the request."""
     await world.ask(Append(id="a", text="one"))
     record = world.session.log.record

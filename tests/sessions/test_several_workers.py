@@ -228,7 +228,7 @@ async def test_a_draining_worker_hands_each_session_over_to_another_worker_betwe
 
 
 @pytest.mark.parametrize("name", ["s", "not~a~name"])
-async def test_a_worker_that_receives_a_malformed_forwarded_request_from_another_worker_keeps_serving(
+async def test_a_worker_answers_requests_after_another_worker_forwarded_a_malformed_one(
     quiet_wire: Start, name: str
 ) -> None:
     """A tenant may send requests to subjects whose session name is not valid."""

@@ -92,7 +92,7 @@ async def crowd() -> AsyncIterator[Crowd]:
     await asyncio.gather(*made.tasks.values(), return_exceptions=True)
 
 
-async def test_a_flooding_tenant_gets_few_active_sessions_until_other_tenants_are_gone_for_a_while() -> None:
+async def test_a_flooding_tenant_may_fill_a_quarter_of_the_rows_until_other_tenants_stay_away() -> None:
     async with crowd() as one:
         await one.flood("loud")
         assert one.num("loud") == MOST
@@ -114,7 +114,7 @@ async def test_a_flooding_tenant_gets_few_active_sessions_until_other_tenants_ar
         assert one.num("loud") == MOST
 
 
-async def test_a_flooding_tenant_gets_few_active_sessions_while_another_tenants_session_is_active() -> None:
+async def test_a_flooding_tenant_may_fill_a_quarter_of_the_rows_while_another_tenant_is_active() -> None:
     async with crowd() as one:
         await one.come("quiet", "s")
         await one.flood("loud")
@@ -186,7 +186,7 @@ async def test_of_a_tenants_waiting_sessions_the_one_with_the_highest_priority_b
         assert one.came_in[-1] == "important"
 
 
-async def test_a_tenant_with_sessions_beyond_its_limit_gets_no_further_slot_until_enough_have_ended() -> None:
+async def test_a_tenant_above_its_session_limit_gets_no_slot_until_it_is_below_the_limit_again() -> None:
     async with crowd() as one:
         await one.flood("loud")
         one.shares.admit(SessionKey("loud", f"s{MOST + 9}"))

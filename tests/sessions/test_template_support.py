@@ -305,7 +305,7 @@ AS_CALL = '<tool_call>\n{"name": "f", "arguments": broken-argument {}\n</tool_ca
         ("lists", [ASKED, ANSWERED], {}, "User: asked<|im_end|>\n<|im_start|>Assistant: answered"),
     ],
 )
-def test_each_adaptation_of_messages_to_a_chat_template_is_rendered_and_counted_by_its_name(
+def test_messages_adapted_to_a_chat_template_are_in_the_prompt_and_counted_by_adaptation(
     tokenizers: dict[str, Tokenizer],
     name: str,
     messages: list[dict[str, Any]],
@@ -318,7 +318,7 @@ def test_each_adaptation_of_messages_to_a_chat_template_is_rendered_and_counted_
     assert said in prompt(tokenizers[name], *messages)
 
 
-def test_a_user_message_after_a_user_message_of_an_earlier_request_is_counted_as_joined(
+def test_a_user_message_right_after_one_of_an_earlier_request_is_counted_as_joined_to_it(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     noted = Counter[str]()
@@ -332,7 +332,7 @@ def test_only_developer_messages_are_adapted_for_a_chat_template_that_renders_al
     assert tokenizers["with_tools"].support == TemplateSupport(developer=False)
 
 
-def test_for_each_chat_template_the_list_of_message_adaptations_has_the_expected_descriptions(
+def test_the_adaptations_of_messages_that_each_chat_template_needs_are_listed_in_words(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     assert tokenizers["silent"].support.in_words() == ["developer as system", "tool results as user messages"]

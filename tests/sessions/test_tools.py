@@ -185,7 +185,7 @@ async def test_the_tools_of_a_request_replace_the_sessions_tools_and_an_empty_li
     await world.assert_fold_is_life()
 
 
-async def test_chat_template_variables_stay_in_effect_until_a_request_gives_others(
+async def test_chat_template_variables_are_rendered_in_later_prompts_until_a_request_gives_others(
     variable: Tokenizer,
 ) -> None:
     world = world_of(variable, "One.", "Two.", "Three.", "Four.", "Five.")
@@ -404,7 +404,7 @@ def oss(model_with_template: Callable[[str, str], Path], harmony: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("keep", [True, False])
-async def test_a_harmony_session_continues_after_an_answer_with_reasoning_and_final_messages(
+async def test_a_harmony_prompt_has_the_reasoning_of_earlier_answers_only_if_it_is_to_be_kept(
     oss: Tokenizer, keep: bool
 ) -> None:
     world = world_of(oss, THOUGHT + SAID, THOUGHT + TO_WEATHER, SAID, SAID)

@@ -299,7 +299,7 @@ def asked(request_id: str, **more: Any) -> dict[str, Any]:
     return generate(request_id, messages=[{"role": "user", "content": "x"}], **more)
 
 
-async def test_excessive_tools_or_stop_strings_are_refused_while_a_concurrent_answer_continues(
+async def test_too_many_tools_or_stop_strings_are_refused_and_change_no_token_of_a_running_answer(
     served: Wire,
 ) -> None:
     expected = await served.send("alone", generate("l", **LONG))

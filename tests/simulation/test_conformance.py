@@ -501,7 +501,7 @@ async def _ignore(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_the_simulated_nats_server_gives_the_expected_results_in_each_conformance_scene(
+def test_the_simulated_nats_server_passes_the_checks_of_each_conformance_scene(
     scene: Callable[[Place], Awaitable[None]], tmp_path: Path
 ) -> None:
     async def main(server: Server) -> None:
@@ -533,7 +533,7 @@ def test_confirming_nats_subscriptions_waits_for_a_crashed_server_and_fails_on_a
 
 
 @pytest.mark.parametrize("scene", SCENES)
-async def test_a_real_nats_server_gives_the_expected_results_in_each_conformance_scene(
+async def test_a_real_nats_server_passes_the_checks_of_each_conformance_scene(
     scene: Callable[[Place], Awaitable[None]], nats_url: str, tmp_path: Path
 ) -> None:
     nc = await nats.connect(nats_url)

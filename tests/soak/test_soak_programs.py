@@ -136,7 +136,7 @@ def told(seq: int, of: int, position: int = 1, **more: Any) -> SimpleNamespace:
         "internal error",
     ],
 )
-def test_the_soak_judge_finds_each_kind_of_fault_in_a_log(
+def test_the_soak_judge_finds_lost_unanswered_doubled_and_contradicting_results_in_a_log(
     log: list[Any], acked: dict[int, Any], fault: str
 ) -> None:
     assert judge(log, acked).faults.most_common(1) == [(fault, 1)]
