@@ -70,8 +70,10 @@ def checks(
 
     Also checks the ports of what runs `beside` them. Returns a result for each check. Takes some seconds.
     """
-    found = [_python(), _mlx(), _blas(), *_disk(settings)]
+    found = [_python(), _mlx(), _blas()]
     runs = found[1].state == "ok"
+    found += [_memory(models.values() or (settings,))] if runs else []
+    found += _disk(settings)
     found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
     found += _other_ports(settings, beside)
     if not models:
@@ -144,6 +146,16 @@ def _blas() -> Diagnosis:
         found = status.library or ("MLX's reference BLAS" if status.needed else "two back ends of MLX")
         return Diagnosis("BLAS", "warn", found, missing, mend)
     return Diagnosis("BLAS", "ok", status.library or "the device's own")
+
+
+def _memory(models: Iterable[Settings]) -> Diagnosis:
+    from worker.device.machine import check_memory
+
+    try:
+        there = max(map(check_memory, models))
+        return Diagnosis("memory", "ok", f"{size(there)} in all")
+    except SettingsError as error:
+        return _failure("memory", "", error)
 
 
 def _disk(settings: Settings) -> list[Diagnosis]:

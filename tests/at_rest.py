@@ -30,7 +30,8 @@ _COUNTED: Final = re.compile(r"_?num(_|$)|_?(holds|users|publishing)$|.*_bytes$"
 #: How long parts may take to come to rest, with work that may not end and without.
 _BUSY_S: Final = 1.0
 _IDLE_S: Final = 60.0
-#: Subjects of subscriptions that end with one request, such as `turnkeep.tenant.session.out`; not `turnkeep._serve`.
+#: Subjects of subscriptions that end with one request, such as `turnkeep.tenant.session.out`; not
+#: `turnkeep._serve`.
 _OF_A_REQUEST: Final = re.compile(r"(?!.*\._)[^$_*>][^*>]*$")
 
 #: The fields that stay at rest, by class. Those of a class with `*` are not looked at.

@@ -33,7 +33,17 @@ def small(settings):
 
 async def test_a_sound_machine_passes_every_check_of_the_doctor(small):
     found = await examine(small)
-    assert list(found) == ["Python", "MLX", "BLAS", "data directory", "disk", "NATS", "port", "model"]
+    assert list(found) == [
+        "Python",
+        "MLX",
+        "BLAS",
+        "memory",
+        "data directory",
+        "disk",
+        "NATS",
+        "port",
+        "model",
+    ]
     assert {check.name for check in found.values() if check.state == "fail"} == set()
     assert exit_code(found.values()) == 0
     assert found["MLX"].found.split(" on ")[1] in ("cpu", "metal", "cuda")

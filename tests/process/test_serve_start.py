@@ -31,6 +31,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "no model": ({"model": "/no/such/model"}, "there is no model at /no/such/model"),
     "a model in an unknown home": ({"model": "~nobody-here/x"}, "there is no model at ~nobody-here/x"),
     "too little memory": ({"device_memory": 2**20}, "leaves no room for KV"),
+    "too much memory": ({"device_memory": 2**50}, "device_memory is 1048576 GiB, and this machine has"),
     "too large a window": (
         {"cache_policy": Policy(4, 4096)},
         "cache_policy cannot be the default here: a sink of 4 and a window of 4096 tokens exceed the context",
@@ -104,6 +105,7 @@ def test_serve_check_exits_with_0_if_a_worker_would_start_and_starts_no_nats_ser
     [
         (("--model", "/no/such/model"), 1, "nothing at /no/such/model"),
         (("--max-batch", "0"), 2, "--max-batch: '0' is not valid"),
+        (("--device-memory", "1024TiB"), 1, "device_memory is 1048576 GiB, and this machine has"),
     ],
 )
 def test_serve_check_says_why_a_worker_would_not_start(

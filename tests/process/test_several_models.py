@@ -265,6 +265,14 @@ async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any)
     )
 
 
+@pytest.mark.packaging
+@pytest.mark.process
+async def test_a_memory_budget_larger_than_the_machines_memory_fails_the_start(house: Any) -> None:
+    at = await house(memory="'1024TiB'")
+    assert not at.process.running
+    assert "memory is 1048576 GiB, and this machine has" in at.process.log.splitlines()[-1]
+
+
 def test_the_longest_unused_models_are_unloaded_and_none_if_all_together_free_too_little() -> None:
     old, new = IdleModel(1.0, 10, "old"), IdleModel(2.0, 20, "new")
     assert choose_to_unload(0, [new, old]) == []
