@@ -28,7 +28,7 @@ from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, se
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.credentials import nats_options, over_tls
 
-from .ports import NOTHING, Beside, ports_of
+from .ports import Beside, ports_of
 from .printing import table
 
 if TYPE_CHECKING:
@@ -64,18 +64,19 @@ class Diagnosis:
 
 
 def checks(
-    settings: Settings, models: Mapping[str, Settings] = MappingProxyType({}), beside: Beside = NOTHING
+    settings: Settings, models: Mapping[str, Settings] = MappingProxyType({}), beside: Beside | None = None
 ) -> list[Diagnosis]:
     """Check everything that a worker with these settings needs, or the workers of several `models`.
 
-    Also checks the ports of what runs `beside` them. Returns a result for each check. Takes some seconds.
+    With `beside` they are to start now, so none may run yet; also checks the ports of what runs beside them.
+    Returns a result for each check. Takes some seconds.
     """
     found = [_python(), _mlx(), _blas()]
     runs = found[1].state == "ok"
     found += [_memory(models.values() or (settings,))] if runs else []
-    found += _disk(settings)
+    found += _disk(settings, starts=beside is not None)
     found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
-    found += _other_ports(settings, beside)
+    found += _other_ports(settings, beside or Beside())
     if not models:
         return [*found, *_models(settings, runs=runs)]
     several = ((name, _models(one, runs=runs)) for name, one in models.items())
@@ -158,15 +159,15 @@ def _memory(models: Iterable[Settings]) -> Diagnosis:
         return _failure("memory", "", error)
 
 
-def _disk(settings: Settings) -> list[Diagnosis]:
+def _disk(settings: Settings, *, starts: bool = False) -> list[Diagnosis]:
     path = settings.data_dir
     try:
         DataDir.open(path, settings.worker).close()
         found = f"{path} is writable"
-    except DataDirInUseError as error:
-        found = _split(error)[0]
     except DataDirError as error:
-        return [_failure("data directory", "", error)]
+        if starts or not isinstance(error, DataDirInUseError):
+            return [_failure("data directory", "", error)]
+        found = _split(error)[0]
     directory = Diagnosis("data directory", "ok", found)
     free = shutil.disk_usage(path).free
     wanted, what = settings.log_max_bytes, "the log"

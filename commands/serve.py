@@ -129,9 +129,8 @@ def _check(settings: Settings, models: Mapping[str, Settings], beside: Beside) -
     from .doctor import examine
 
     worker_options(settings)
-    codec = cache_codec(settings)
     for one in models.values() or (settings,):
-        remote_tier(one, codec)
+        remote_tier(one, cache_codec(one))
     examine(settings, models, beside, as_json=False)
 
 

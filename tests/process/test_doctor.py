@@ -14,7 +14,7 @@ from nats.aio.client import Client, ServerVersion
 
 import commands.checks
 from commands.checks import Diagnosis, checks, exit_code
-from commands.ports import NOTHING, Beside
+from commands.ports import Beside
 from tests.commands.command_runs import turnkeep
 from tests.model.tiny_gguf import TinyLlama
 from worker.process.datadir import DataDir
@@ -86,9 +86,9 @@ def test_a_port_held_by_another_program_fails_the_doctors_check_and_names_its_op
         changed = {"--health": {"health": at}, "--nats-websocket": {"nats_websocket": at.port}}
         beside = {"--gateway": Beside(gateway=at.port), "--console": Beside(console=at.port)}
         settings = dataclasses.replace(small, **changed.get(option, {}))
-        found = {check.name: check for check in checks(settings, beside=beside.get(option, NOTHING))}
+        found = {check.name: check for check in checks(settings, beside=beside.get(option))}
         with DataDir.open(small.data_dir, "test"):
-            running = checks(settings, beside=beside.get(option, NOTHING))
+            running = checks(settings, beside=beside.get(option))
     assert found[option] == Diagnosis(
         option,
         "fail",

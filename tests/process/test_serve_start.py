@@ -20,6 +20,7 @@ from tests.commands.command_runs import turnkeep
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker.app import App
+from worker.process.datadir import DataDir
 from worker.process.settings import Settings
 
 if TYPE_CHECKING:
@@ -134,6 +135,16 @@ def test_serve_refuses_settings_that_contradict_each_other_with_and_without_chec
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith(f"turnkeep: {says}")
     assert not (tmp_path / "data" / "nats-server.conf").exists()
+
+
+def test_serve_check_fails_for_a_data_directory_that_another_worker_uses(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    own = ("--check", "--model", tiny_model, "--nats-port", free_port())
+    with DataDir.open(tmp_path / "data", "other"):
+        done = serve(tmp_path, *own)
+    assert done.returncode == 1, done.stdout
+    assert f"is in use by worker other (pid {os.getpid()})" in done.stdout
 
 
 def test_serve_check_fails_for_a_gateways_port_that_another_program_has(
