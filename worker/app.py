@@ -374,7 +374,7 @@ class App:
         if self._parts is not None:
             await self._parts.intake.pull_again()
             self._parts.overheard.forget()
-            self._parts.owners.forget()
+            self._parts.owners.reconnected()
 
     async def _closed(self) -> None:
         """Stop the worker because NATS closed the connection for good. Also called during a normal stop."""
