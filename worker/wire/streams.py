@@ -299,8 +299,8 @@ async def _set_up(js: JetStreamContext, stream: str, wanted: api.ConsumerConfig)
         found = None
     if found and await _is_ahead(js, stream):
         log.warning(
-            "the log has lost its last entries; all of its requests are looked at again, and turnkeep log"
-            " verify says what else is lost",
+            "the log has lost its last entries; all of its requests are looked at again, and turnkeep"
+            " sessions --verify says what else is lost",
             stream=stream,
         )
         await js.delete_consumer(stream, CONSUMER)
