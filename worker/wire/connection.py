@@ -115,7 +115,8 @@ class _Watch:
         self.shown = shown
         self.is_connected = False
         self.failures: list[Exception] = []
-        self._said = ""
+        self._said = set[str]()  # the errors that were logged in this minute
+        self._minute_ends_s = 0.0
         self._client = client
         self._on_reconnected = on_reconnected
         self._on_closed = on_closed
@@ -130,8 +131,16 @@ class _Watch:
             log.error("the worker reads too slowly; NATS messages were skipped", subject=error.subject)
         elif isinstance(error, OSError):
             log.debug("NATS is not back yet", error=_first_line(error))  # `disconnected` has logged it once
-        elif (text := _first_line(error)) != self._said:  # the client retries four times a second
-            self._said = text
+        else:
+            self._warn(_first_line(error))
+
+    def _warn(self, text: str) -> None:
+        """Log an error once a minute: the client retries often, and so do all who lack a right."""
+        if current_time() > self._minute_ends_s:
+            self._said.clear()
+            self._minute_ends_s = current_time() + 60
+        if text not in self._said:
+            self._said.add(text)
             log.warning("NATS error", error=text)
 
     async def disconnected(self) -> None:
@@ -139,7 +148,7 @@ class _Watch:
             log.warning("lost the connection to NATS; trying again", servers=self.shown)
 
     async def reconnected(self) -> None:
-        self._said = ""
+        self._said.clear()
         log.info("connected to NATS again", servers=self.shown)
         if self._on_reconnected:
             await self._on_reconnected()
