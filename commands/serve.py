@@ -109,7 +109,8 @@ def serve(
     # Without --data-dir, a child would use the server of NATS_URL.
     own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
     manner = Manner(beside=_beside(own, beside), until_eof=until_eof)
-    run(settings, models, lambda: _loaded(given), manner)
+    again = given.as_found()  # without its file, a reload would apply defaults, and evict snapshots
+    run(settings, models, lambda: _loaded(again), manner)
 
 
 def _loaded(given: GivenSettings) -> tuple[Settings, dict[str, Settings]]:
