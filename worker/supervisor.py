@@ -460,9 +460,9 @@ class Supervisor:
             if self.ready.is_set() and await model.activator.has_work():
                 model.wake()
 
-    async def _closed(self) -> None:
+    async def _closed(self, why: str) -> None:
         if not self._stop.is_set():
-            self._fatal = SupervisorError("the NATS server has closed the connection; its log says why")
+            self._fatal = SupervisorError(why)
             self._stop.set()
 
     def _hangs(self) -> list[str]:

@@ -165,7 +165,7 @@ async def test_a_worker_is_notified_when_the_nats_server_closes_its_connection_f
     await server.start()
     closed = asyncio.Event()
 
-    async def on_closed():
+    async def on_closed(_why):
         closed.set()
 
     client = await connect(url_of(server), name="test", on_closed=on_closed)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
+import signal
 import subprocess
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -18,8 +20,10 @@ from structlog.testing import capture_logs
 
 from commands import serve
 from commands.cli import main
+from tests.parts import NatsServer, until
 from turnkeep_client.client import connect as client
-from turnkeep_client.errors import NotPermittedError
+from turnkeep_client.errors import NotPermittedError, TurnkeepError
+from worker.app import App
 from worker.process.setting_sources import load
 from worker.process.settings import Settings, SettingsError
 from worker.wire.connection import BrokerError, _Watch, connect
@@ -329,3 +333,24 @@ async def test_errors_that_come_again_and_again_in_turn_are_logged_once_a_minute
             for what in ("in", "out"):
                 await watch.error(nats.errors.Error(f"permissions violation for {what}"))
     assert [line["error"].rpartition(" ")[2] for line in lines] == ["in", "out"] * 2
+
+
+async def test_a_running_worker_whose_password_is_changed_at_the_server_ends_and_says_why(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    config = tmp_path / "nats.conf"
+    config.write_text(f'authorization {{ users: [{{ user: w, password: "{PASSWORD}" }}] }}')
+    server = NatsServer(tmp_path / "js", ("-c", str(config)))
+    server.start()
+    url = server.url.replace("//", f"//w:{quote(PASSWORD, safe='')}@")
+    settings = Settings(data_dir=tmp_path / "data", nats=url, model=str(tiny_model), log_max_bytes=2**26)
+    app = App(settings)
+    running = asyncio.create_task(app.run())
+    await until(lambda: app.ready.is_set() or running.done())
+    config.write_text("authorization { users: [{ user: w, password: another }] }")
+    assert server._process is not None
+    server._process.send_signal(signal.SIGHUP)
+    with pytest.raises(TurnkeepError, match="the NATS server refuses the credentials; check the file"):
+        async with asyncio.timeout(30):
+            await running
+    server.stop()

@@ -49,7 +49,7 @@ async def connect(
     min_payload_bytes: int = 0,
     timeout_s: float = 5.0,
     on_reconnected: Callable[[], Awaitable[None]] | None = None,
-    on_closed: Callable[[], Awaitable[None]] | None = None,
+    on_closed: Callable[[str], Awaitable[None]] | None = None,
     **options: Any,
 ) -> Nats:
     """Connect to one of `urls` (joined by commas), check its JetStream, and reconnect for ever.
@@ -110,7 +110,7 @@ class _Watch:
         client: Client,
         shown: str,
         on_reconnected: Callable[[], Awaitable[None]] | None,
-        on_closed: Callable[[], Awaitable[None]] | None,
+        on_closed: Callable[[str], Awaitable[None]] | None,
     ) -> None:
         self.shown = shown
         self.is_connected = False
@@ -155,7 +155,9 @@ class _Watch:
 
     async def closed(self) -> None:
         if self.is_connected and self._on_closed:
-            await self._on_closed()
+            error = self._client.last_error
+            why = "has closed the connection; its log says why"
+            await self._on_closed(f"the NATS server {(error and refusal(error)) or why}")
 
 
 async def confirm_subscriptions(client: Client) -> None:
