@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import signal
+import ssl
 import subprocess
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -354,3 +355,16 @@ async def test_a_running_worker_whose_password_is_changed_at_the_server_ends_and
         async with asyncio.timeout(30):
             await running
     server.stop()
+
+
+async def test_a_certificate_that_is_not_trusted_at_a_reconnection_is_logged_with_its_remedy() -> None:
+    """The server may have got another one; that it is away is logged at its disconnection alone."""
+    watch = _Watch(Client(), "tls://there", None, None)
+    watch.is_connected = True
+    expired = ssl.SSLCertVerificationError()
+    expired.verify_message = "certificate has expired"
+    with capture_logs() as lines:
+        await watch.error(ConnectionRefusedError("refused"))
+        await watch.error(expired)
+    assert [line["log_level"] for line in lines] == ["debug", "warning"]
+    assert "is not trusted" in lines[1]["error"]

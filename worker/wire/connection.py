@@ -129,6 +129,8 @@ class _Watch:
                 raise BrokerError(f"the NATS server at {self.shown} {why}")
         elif isinstance(error, nats.errors.SlowConsumerError):
             log.error("the worker reads too slowly; NATS messages were skipped", subject=error.subject)
+        elif (why := refusal(error)) is not None:
+            self._warn(f"the NATS server {why}")
         elif isinstance(error, OSError):
             log.debug("NATS is not back yet", error=_first_line(error))  # `disconnected` has logged it once
         else:
