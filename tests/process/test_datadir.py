@@ -98,6 +98,9 @@ def test_opening_a_data_directory_fails_and_says_so_if_a_file_is_in_its_place(tm
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(DataDirError, match=r"there is a file in its place.*--data-dir"):
             DataDir.open(path)
+    (tmp_path / "link").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(DataDirError, match=r"a link to what is not there; .* mount its disk"):
+        DataDir.open(tmp_path / "link")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
