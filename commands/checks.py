@@ -34,6 +34,7 @@ from .printing import table
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from worker.models.catalog import ModelEntry
     from worker.process.settings import Settings
 
 State = Literal["ok", "warn", "fail"]
@@ -253,10 +254,10 @@ def _other_port(option: str, host: str, port: int) -> Diagnosis:
 
 def _models(settings: Settings, *, runs: bool) -> list[Diagnosis]:
     """Check the model and the draft model; if both are here and MLX `runs`, also whether they fit."""
-    model = _model(settings)
+    model = _model(settings, runs=runs)
     if (name := settings.draft_model) is None:
         return [model]
-    draft = replace(_model(replace(settings, model=name)), name="draft model")
+    draft = replace(_model(replace(settings, model=name), runs=runs), name="draft model")
     return [model, _drafting(settings, draft) if runs and model.state == draft.state == "ok" else draft]
 
 
@@ -289,7 +290,7 @@ def _drafting(settings: Settings, draft: Diagnosis) -> Diagnosis:
     return replace(draft, state="fail", found=found, missing="memory for both", mend=mend)
 
 
-def _model(settings: Settings) -> Diagnosis:
+def _model(settings: Settings, *, runs: bool) -> Diagnosis:
     from worker.models import catalog, model, model_files
     from worker.models.gguf_family import unsupported
 
@@ -299,6 +300,7 @@ def _model(settings: Settings) -> Diagnosis:
             packaged = catalog.packaged_gguf()
             if packaged is not None:
                 entry = catalog.named(packaged.stem, settings.data_dir)
+                _check_room(entry, settings, runs=runs)
                 made = "converted" if entry.conversions else "to be converted"
                 return Diagnosis("model", "ok", f"{packaged.stem}, {made}")
             if catalog.find(model.DEFAULT_ID, settings.data_dir) is not None:
@@ -310,6 +312,8 @@ def _model(settings: Settings) -> Diagnosis:
         if found is None or (hub.is_id(name) and model.is_partial(found)):
             return _absent(name)
         entry = catalog.named(str(found), settings.data_dir)  # reads the headers of its files
+        if entry.instead is None:
+            _check_room(entry, settings, runs=runs)
         if found.is_dir():
             model_files.check_tokenizer(found)
     except model_files.ModelError as error:
@@ -318,6 +322,16 @@ def _model(settings: Settings) -> Diagnosis:
         strange = model_files.ModelError(unsupported(str(found), entry.architecture, found.name))
         return _failure("model", name, strange)
     return Diagnosis("model", "ok", str(path) if path.exists() else f"{name}, {found}")
+
+
+def _check_room(entry: ModelEntry, settings: Settings, *, runs: bool) -> None:
+    """Raise `ModelError` if the start would convert a GGUF file, and find no room for that."""
+    from worker.models import gguf_model, model
+    from worker.models.model_files import is_gguf
+
+    if runs and is_gguf(entry.path) and not entry.conversions:
+        dtype = model.default_dtype() if settings.dtype == "auto" else settings.dtype
+        gguf_model.check_room(entry.path, settings.data_dir, dtype=dtype)
 
 
 def _absent(name: str) -> Diagnosis:

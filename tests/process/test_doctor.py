@@ -180,7 +180,7 @@ def test_a_broken_mlx_fails_the_doctors_check_without_crashing_the_doctor(monkey
     ],
 )
 def test_the_doctor_reports_a_model_that_is_not_on_this_machine_with_advice(settings, spec, state, word):
-    found = commands.checks._model(dataclasses.replace(settings, model=spec))
+    found = commands.checks._model(dataclasses.replace(settings, model=spec), runs=True)
     assert found.state == state
     assert word in found.mend
 
@@ -203,8 +203,25 @@ def test_a_model_whose_files_are_broken_fails_the_doctors_check_as_it_fails_a_st
         (str(models / "light"), "has no model*.safetensors"),
         ("light", "has no model*.safetensors"),
     ]:
-        found = commands.checks._model(dataclasses.replace(settings, model=spec))
+        found = commands.checks._model(dataclasses.replace(settings, model=spec), runs=True)
         assert (found.state, why in found.missing) == ("fail", True), found
+
+
+@pytest.mark.mounts
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_doctor_fails_if_a_gguf_model_to_be_converted_does_not_fit_on_the_disk_of_the_data_directory(
+    mounted, settings, tmp_path, monkeypatch, is_named
+):
+    path, folder = tmp_path / "tiny.gguf", mounted("size=8m")
+    TinyLlama().write(path)
+    (folder / "filled").write_bytes(bytes(8_300_000))
+    monkeypatch.setattr("worker.models.catalog.packaged_gguf", lambda: path)
+    there = dataclasses.replace(settings, model=str(path) if is_named else None, data_dir=folder)
+    model = commands.checks._model(there, runs=True)
+    assert model.state == "fail"
+    assert re.search(r"needs [\d.]+ MiB in .*; it has", f"{model.missing}; {model.mend}")
+    (folder / "filled").unlink()
+    assert commands.checks._model(there, runs=True).state == "ok"
 
 
 async def test_the_doctor_checks_each_of_several_models(small, tmp_path):
