@@ -153,8 +153,10 @@ async def test_a_worker_that_cannot_renew_its_membership_record_is_not_ready(
     config = (await js.stream_info(bucket)).config
     await js.update_stream(config.evolve(subjects=["nobody.$KV.x"]))  # where renewals do not arrive
     await unready(worker.app, "this worker is not recorded on the prefix")
+    assert not (await worker.client.worker_metrics()).recorded
     await js.update_stream(config)
     await unready(worker.app)
+    assert (await worker.client.worker_metrics()).recorded
 
 
 async def test_a_worker_whose_device_thread_hangs_reports_itself_as_not_ready_with_the_reason(
