@@ -28,12 +28,13 @@ from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, se
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.credentials import nats_options, over_tls
 
-from .ports import NOTHING, Beside, ports_of
+from .ports import Beside, ports_of
 from .printing import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from worker.models.catalog import ModelEntry
     from worker.process.settings import Settings
 
 State = Literal["ok", "warn", "fail"]
@@ -64,16 +65,19 @@ class Diagnosis:
 
 
 def checks(
-    settings: Settings, models: Mapping[str, Settings] = MappingProxyType({}), beside: Beside = NOTHING
+    settings: Settings, models: Mapping[str, Settings] = MappingProxyType({}), beside: Beside | None = None
 ) -> list[Diagnosis]:
     """Check everything that a worker with these settings needs, or the workers of several `models`.
 
-    Also checks the ports of what runs `beside` them. Returns a result for each check. Takes some seconds.
+    With `beside` they are to start now, so none may run yet; also checks the ports of what runs beside them.
+    Returns a result for each check. Takes some seconds.
     """
-    found = [_python(), _mlx(), _blas(), *_disk(settings)]
+    found = [_python(), _mlx(), _blas()]
     runs = found[1].state == "ok"
+    found += [_memory(models.values() or (settings,))] if runs else []
+    found += _disk(settings, starts=beside is not None)
     found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
-    found += _other_ports(settings, beside)
+    found += _other_ports(settings, beside or Beside())
     if not models:
         return [*found, *_models(settings, runs=runs)]
     several = ((name, _models(one, runs=runs)) for name, one in models.items())
@@ -146,15 +150,25 @@ def _blas() -> Diagnosis:
     return Diagnosis("BLAS", "ok", status.library or "the device's own")
 
 
-def _disk(settings: Settings) -> list[Diagnosis]:
+def _memory(models: Iterable[Settings]) -> Diagnosis:
+    from worker.device.machine import check_memory
+
+    try:
+        there = max(map(check_memory, models))
+        return Diagnosis("memory", "ok", f"{size(there)} in all")
+    except SettingsError as error:
+        return _failure("memory", "", error)
+
+
+def _disk(settings: Settings, *, starts: bool = False) -> list[Diagnosis]:
     path = settings.data_dir
     try:
         DataDir.open(path, settings.worker).close()
         found = f"{path} is writable"
-    except DataDirInUseError as error:
-        found = _split(error)[0]
     except DataDirError as error:
-        return [_failure("data directory", "", error)]
+        if starts or not isinstance(error, DataDirInUseError):
+            return [_failure("data directory", "", error)]
+        found = _split(error)[0]
     directory = Diagnosis("data directory", "ok", found)
     free = shutil.disk_usage(path).free
     wanted, what = settings.log_max_bytes, "the log"
@@ -240,10 +254,10 @@ def _other_port(option: str, host: str, port: int) -> Diagnosis:
 
 def _models(settings: Settings, *, runs: bool) -> list[Diagnosis]:
     """Check the model and the draft model; if both are here and MLX `runs`, also whether they fit."""
-    model = _model(settings)
+    model = _model(settings, runs=runs)
     if (name := settings.draft_model) is None:
         return [model]
-    draft = replace(_model(replace(settings, model=name)), name="draft model")
+    draft = replace(_model(replace(settings, model=name), runs=runs), name="draft model")
     return [model, _drafting(settings, draft) if runs and model.state == draft.state == "ok" else draft]
 
 
@@ -276,7 +290,7 @@ def _drafting(settings: Settings, draft: Diagnosis) -> Diagnosis:
     return replace(draft, state="fail", found=found, missing="memory for both", mend=mend)
 
 
-def _model(settings: Settings) -> Diagnosis:
+def _model(settings: Settings, *, runs: bool) -> Diagnosis:
     from worker.models import catalog, model, model_files
     from worker.models.gguf_family import unsupported
 
@@ -286,6 +300,7 @@ def _model(settings: Settings) -> Diagnosis:
             packaged = catalog.packaged_gguf()
             if packaged is not None:
                 entry = catalog.named(packaged.stem, settings.data_dir)
+                _check_room(entry, settings, runs=runs)
                 made = "converted" if entry.conversions else "to be converted"
                 return Diagnosis("model", "ok", f"{packaged.stem}, {made}")
             if catalog.find(model.DEFAULT_ID, settings.data_dir) is not None:
@@ -297,6 +312,8 @@ def _model(settings: Settings) -> Diagnosis:
         if found is None or (hub.is_id(name) and model.is_partial(found)):
             return _absent(name)
         entry = catalog.named(str(found), settings.data_dir)  # reads the headers of its files
+        if entry.instead is None:
+            _check_room(entry, settings, runs=runs)
         if found.is_dir():
             model_files.check_tokenizer(found)
     except model_files.ModelError as error:
@@ -305,6 +322,16 @@ def _model(settings: Settings) -> Diagnosis:
         strange = model_files.ModelError(unsupported(str(found), entry.architecture, found.name))
         return _failure("model", name, strange)
     return Diagnosis("model", "ok", str(path) if path.exists() else f"{name}, {found}")
+
+
+def _check_room(entry: ModelEntry, settings: Settings, *, runs: bool) -> None:
+    """Raise `ModelError` if the start would convert a GGUF file, and find no room for that."""
+    from worker.models import gguf_model, model
+    from worker.models.model_files import is_gguf
+
+    if runs and is_gguf(entry.path) and not entry.conversions:
+        dtype = model.default_dtype() if settings.dtype == "auto" else settings.dtype
+        gguf_model.check_room(entry.path, settings.data_dir, dtype=dtype)
 
 
 def _absent(name: str) -> Diagnosis:

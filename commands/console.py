@@ -89,8 +89,9 @@ def console(
                 for served, one in clients.items()
             ]
             await _serve(consoles, listen, token, opens=opens, until_eof=until_eof)
-            if not all(one.connected for one in clients.values()):
-                raise ConsoleError("the NATS server has closed the connection; its log says why")
+            for one in clients.values():
+                if one.closed:
+                    raise ConsoleError(one.why_closed)
 
     talk(settings, tenant, run)
 

@@ -159,6 +159,7 @@ def _print_metrics(metrics: Metrics) -> None:
         ("model", f"{metrics.model} on {metrics.device}, turnkeep {metrics.version}"),
         *([("other workers", ", ".join(metrics.others))] if metrics.others else []),
         ("up", f"{span(metrics.uptime_s)}{', gives its sessions away' if metrics.drains else ''}"),
+        *([] if metrics.recorded else [("NATS", "stores nothing; is the disk of its server full?")]),
         ("sessions", f"{metrics.sessions} in use, {metrics.resident_sessions} with KV on the device"),
         ("requests", f"{metrics.running} running, {metrics.waiting} waiting"),
     ]

@@ -12,7 +12,6 @@ import click
 from worker.observe.logs import logs_on_stderr
 
 from .flags import as_json, with_settings
-from .ports import NOTHING, Beside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from worker.process.settings import Settings
 
     from .flags import GivenSettings
+    from .ports import Beside
 
 
 @click.command()
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 @with_settings()
 def doctor(given: GivenSettings, as_json: bool) -> None:
     """Find out why no worker can run here, and the remedy; info asks one."""
-    examine(given.load(), given.load_models(), NOTHING, as_json=as_json)
+    examine(given.load(), given.load_models(), None, as_json=as_json)
 
 
 @logs_on_stderr()
-def examine(settings: Settings, models: Mapping[str, Settings], beside: Beside, *, as_json: bool) -> NoReturn:
-    """Run the checks, print their results, and exit: with code 1 if a check failed."""
+def examine(
+    settings: Settings, models: Mapping[str, Settings], beside: Beside | None, *, as_json: bool
+) -> NoReturn:
+    """Run `checks`, print their results, and exit: with code 1 if a check failed."""
     from .checks import checks, exit_code, show
 
     found = checks(settings, models, beside)

@@ -212,6 +212,11 @@ class GivenSettings:
         """Return a copy of these options, in which those named in `flags` have the values given there."""
         return replace(self, flags={**self.flags, **flags})
 
+    def as_found(self) -> GivenSettings:
+        """Return a copy that loads the same settings file as this one does now, and fails if it is gone."""
+        path = Path.cwd() / setting_sources.CONFIG_NAME
+        return replace(self, config=path) if self.config is None and path.exists() else self
+
     def load(self) -> Settings:
         """Load the settings, of the model `of` if there are several. Raises `SettingsError`."""
         own = {name: value for name, value in self.flags.items() if name != "of"}

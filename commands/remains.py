@@ -11,6 +11,7 @@ import click
 
 from turnkeep_client.subjects import session_key
 from worker.process.cache_parts import cache_codec
+from worker.process.datadir import LOCK_NAME
 
 from .flags import as_json, tenant_option, with_settings
 from .nats_connection import CLIENT_SETTINGS, talk
@@ -43,8 +44,9 @@ def remains(
     """Search for what is left of a forgotten session; exit code 1 if anything is.
 
     Searches the log's streams, and the files of --data-dir and of each --in, for entries, for KV of its
-    tokens (also if another session has stored the same tokens again), and for each --text. A text is not
-    found in what is compressed or encrypted, nor is KV that ends before 128 tokens.
+    tokens (also if another session has stored the same tokens again), and for each --text, which another
+    session may have too. Skips the models of a data directory. A text is not found in what is compressed or
+    encrypted, nor is KV that ends before 128 tokens.
     """
     from cache.admin.remains import search
     from ops.log.remains import remains as remains_in_log
@@ -55,7 +57,9 @@ def remains(
     found = [("log", subject) for subject in left.entries]
     needles = sorted({form for text in texts for form in (text.encode(), json.dumps(text)[1:-1].encode())})
     for folder in dict.fromkeys([settings.data_dir, *folders] if settings.data_dir.exists() else folders):
-        hits = search(folder, left.marks, needles, cache_codec(settings))
+        # A model's tokenizer has many words, and no session writes there.
+        models = [lock.with_name("models") for lock in folder.rglob(LOCK_NAME)]
+        hits = search(folder, left.marks, needles, cache_codec(settings), models)
         found += [(what, str(path)) for path, what in hits]
     if as_json:
         click.echo(json.dumps({"remains": [{"what": what, "where": place} for what, place in found]}))

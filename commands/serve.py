@@ -109,7 +109,8 @@ def serve(
     # Without --data-dir, a child would use the server of NATS_URL.
     own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
     manner = Manner(beside=_beside(own, beside), until_eof=until_eof)
-    run(settings, models, lambda: _loaded(given), manner)
+    again = given.as_found()  # without its file, a reload would apply defaults, and evict snapshots
+    run(settings, models, lambda: _loaded(again), manner)
 
 
 def _loaded(given: GivenSettings) -> tuple[Settings, dict[str, Settings]]:
@@ -129,9 +130,8 @@ def _check(settings: Settings, models: Mapping[str, Settings], beside: Beside) -
     from .doctor import examine
 
     worker_options(settings)
-    codec = cache_codec(settings)
     for one in models.values() or (settings,):
-        remote_tier(one, codec)
+        remote_tier(one, cache_codec(one))
     examine(settings, models, beside, as_json=False)
 
 

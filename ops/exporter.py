@@ -52,8 +52,8 @@ async def run(client: Client, host: str, port: int, *, keep_s: float) -> None:
         click.echo(f"serving metrics at {http_server.url_of(listener)}/metrics", err=True)
         running = http_server.server(metrics_app(exporter), _DRAIN_S)
         await http_server.serve(running, listener, exporter.listen(), exporter.look())
-    if not client.connected:
-        raise ExporterError("the NATS server has closed the connection; its log says why")
+    if client.closed:
+        raise ExporterError(client.why_closed)
 
 
 class Exporter:

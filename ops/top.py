@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 WINDOW_S: Final = 60.0
 _FORGET_S: Final = 300.0
 _DRAW_S: Final = 0.5
-_CLOSED: Final = "the NATS server has closed the connection; its log says why"
 
 
 async def run(client: Client, title: str) -> None:
@@ -37,7 +36,7 @@ async def run(client: Client, title: str) -> None:
     async def listen() -> NoReturn:
         async for metrics in client.metrics():
             fleet.hear(metrics)
-        raise TurnkeepError(_CLOSED)
+        raise TurnkeepError(client.why_closed)
 
     async def listen_to_gateways() -> NoReturn:
         try:
@@ -45,7 +44,7 @@ async def run(client: Client, title: str) -> None:
                 gateways.hear(metrics)
         except NotPermittedError:
             await asyncio.Event().wait()  # so gateways are not shown
-        raise TurnkeepError(_CLOSED)
+        raise TurnkeepError(client.why_closed)
 
     async def show() -> NoReturn:
         console = Console()

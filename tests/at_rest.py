@@ -50,7 +50,7 @@ STAYS: Final = {
     "Intake": "_fetch_bytes _num_to_come",
     "Ledger": "max_bytes",
     "NatsWire": "_num_to_try",
-    "Quota": "max_bytes min_free_bytes",
+    "Quota": "max_bytes min_free_bytes _most_queued_bytes",
     "Retention": "max_bytes",
     "Services": "own_sampling",
     "StoredKv": "_identities _prefixes _markers",

@@ -134,6 +134,10 @@ def find(mutant: Mutant, gone: tuple[str, ...]) -> tuple[bool, str, float]:
     that fails.
     """
     begun_s = time.monotonic()
+    try:
+        mutant.codes()
+    except (ValueError, SyntaxError) as error:  # it is the row that fails
+        return False, str(error), 0.0
     if not mutant.test:
         seeds = ("80000", "--histories", "1500", "--first")
         command = [sys.executable, "-P", "-m", "tests.simulation", *seeds, "--without", mutant.name]

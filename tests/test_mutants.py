@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.mutants import ROOT, Mutant, mutated, table
+from tests.mutants import ROOT, Mutant, find, mutated, table
 from worker.wire import intake
 
 ROWS = table()
@@ -18,6 +18,16 @@ def test_the_text_that_a_mutant_replaces_is_in_the_program_once_and_its_test_exi
     if test := ROWS[name].test:
         file, function = re.split("::|\\[", test)[:2]
         assert re.search(rf"^(async def |def |){function}\b", (ROOT / file).read_text(), re.MULTILINE), test
+
+
+@pytest.mark.parametrize(
+    "test", ["tests/test_mutants.py::test_a_mutant_changes_its_function_only_inside_its_with_block", ""]
+)
+def test_a_row_whose_text_the_program_does_not_have_is_not_found(test: str) -> None:
+    """Neither by a test nor by histories: what fails then is the row."""
+    stale = Mutant("a stale row", (("worker/wire/intake.py", "no such text", "x"),), test, {})
+    is_found, said, _ = find(stale, ())
+    assert (is_found, "it must have it once" in said) == (False, True)
 
 
 def test_a_mutant_changes_its_function_only_inside_its_with_block() -> None:

@@ -374,11 +374,11 @@ class App:
         if self._parts is not None:
             await self._parts.intake.pull_again()
             self._parts.overheard.forget()
-            self._parts.owners.forget()
+            self._parts.owners.reconnected()
 
-    async def _closed(self) -> None:
+    async def _closed(self, why: str) -> None:
         """Stop the worker because NATS closed the connection for good. Also called during a normal stop."""
-        self._fail("the NATS server has closed the connection; its log says why")
+        self._fail(why)
 
     def state(self) -> State:
         """Return whether the worker needs a restart, and whether it answers now."""

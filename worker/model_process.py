@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .process.datadir import DataDir
     from .process.settings import Settings
     from .wire.activator import Activator
+    from .wire.retention import Retention
 
 VERSION: Final = importlib.metadata.version("turnkeep")
 #: A worker that has reported nothing for this time hangs.
@@ -40,6 +41,8 @@ class ModelProcess:
     """One model: its worker process, if one runs, and the activator that notices requests for it."""
 
     activator: Activator
+    #: Removes from the log what need not stay, while no worker runs.
+    retention: Retention
     directory: DataDir
     size_bytes = 0
 

@@ -14,6 +14,7 @@ import structlog
 from cache.names.identity import folder_identity, hash_weights, model_digest
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Model
+from worker.device.machine import check_memory
 from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
@@ -93,6 +94,7 @@ class ModelStart:
         self.dtype = settings.dtype
         if settings.dtype == "auto":
             self.dtype = await step_in_thread(self._tasks, model.default_dtype)
+        await step_in_thread(self._tasks, check_memory, settings)
         read = partial(model.load, dtype=self.dtype, progress=self._progress, store=models)
         folder = await self._resolved(settings.model, directory)
         load, load_draft = partial(read, folder, kv_bits=settings.kv_bits), None

@@ -38,6 +38,8 @@ from .process.settings import RELOADED, SettingsError, changed_names, word
 from .reports import Needs, Order, Refusal, ReportLine, State
 from .standby import Standby, reports, send_order
 from .wire.activator import Activator
+from .wire.journal import Journal
+from .wire.retention import Retention
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
@@ -176,6 +178,12 @@ class Supervisor:
             asked = partial(self._asked, model)
             model.activator = Activator(nc, subjects, model.metrics, model.wake, asked)
             await model.activator.open(model.settings, all_requests=self._are_several)
+            model.retention = Retention(
+                Journal(nc, nc.jetstream(), subjects),
+                closed_ttl_s=model.settings.closed_ttl_s,
+                max_bytes=model.settings.log_max_bytes,
+                sync_s=model.settings.sync_s,
+            )
 
     async def _start(self, server: EmbeddedServer, stack: AsyncExitStack) -> tuple[str, dict[str, Any]]:
         """Start this machine's NATS server, for all models; return its URL and the options of connections."""
@@ -316,7 +324,9 @@ class Supervisor:
     async def _keep(self, model: ModelProcess) -> None:
         """Run the model's worker whenever the model has requests, forever."""
         while True:
-            await model.wanted.wait()
+            # As the model's worker does: closed sessions must leave the log, and forgotten ones soon.
+            async with background(model.retention.run):
+                await model.wanted.wait()
             model.leave = Event()
             async with self._memory.reserve(model):
                 is_left = await self._run_until_left(model)
@@ -450,9 +460,9 @@ class Supervisor:
             if self.ready.is_set() and await model.activator.has_work():
                 model.wake()
 
-    async def _closed(self) -> None:
+    async def _closed(self, why: str) -> None:
         if not self._stop.is_set():
-            self._fatal = SupervisorError("the NATS server has closed the connection; its log says why")
+            self._fatal = SupervisorError(why)
             self._stop.set()
 
     def _hangs(self) -> list[str]:

@@ -45,6 +45,7 @@ def weigh(settings: Settings) -> Needs:
     """Return the memory that a model needs with its draft model. Raises `ModelError`, `SettingsError`."""
     from .reports import Needs
 
+    machine.check_memory(settings)
     loaded, draft = _loaded(settings)
     max_context = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
     block, sizes = CONSTANTS.block_tokens, {"max_batch": settings.max_batch, "max_context": max_context}

@@ -11,7 +11,7 @@ from cache.names.errors import DoubtfulSnapshotError
 from cache.names.marks import STRIDE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
     from pathlib import Path
 
     from cache.disk.codec import Codec
@@ -22,15 +22,20 @@ _SOME: Final = 2**20
 
 
 def search(
-    folder: Path, marks: Sequence[Marks], needles: Sequence[bytes], codec: Codec = PLAIN
+    folder: Path,
+    marks: Sequence[Marks],
+    needles: Sequence[bytes],
+    codec: Codec = PLAIN,
+    skipped: Collection[Path] = (),
 ) -> Iterator[tuple[Path, str]]:
     """Yield (path, "KV") for each snapshot with one of the marks, (path, "text") for each file with a needle.
 
-    A file with both is yielded twice. Searches all subfolders, but follows no links. Snapshots that end
-    before token `STRIDE` have no mark of their own, and do not count as KV. Raises `OSError`.
+    A file with both is yielded twice. Searches all subfolders but the `skipped` ones, and follows no links.
+    Snapshots that end before token `STRIDE` have no mark of their own, and do not count as KV. Raises
+    `OSError`.
     """
     for path in sorted(folder.rglob("*")):
-        if path.is_symlink() or not path.is_file():
+        if path.is_symlink() or not path.is_file() or not set(skipped).isdisjoint(path.parents):
             continue
         with suppress(FileNotFoundError):  # removed meanwhile
             with suppress(DoubtfulSnapshotError):  # no snapshot

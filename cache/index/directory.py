@@ -89,6 +89,15 @@ def open_directory(
                 marks = index.marks()
             if index.stored > _MANY_ROWS:
                 gc.freeze()  # a collection of the index would stop every thread for 0.2 s
+        if index.stored and not own.keys() <= (catalog.identities() | adopted).keys():
+            # Logged once, as the catalog lists the identity from now on.
+            _log.warning(
+                "kv_of_other_settings_is_not_used",
+                snapshots=index.stored,
+                size_bytes=index.stored_bytes,
+                why="it has another model, kv_bits, dtype or code: sessions are prefilled again; these"
+                " snapshots stay until they are the least recently used, or turnkeep cache prune",
+            )
         with suppress(sqlite3.Error):  # a full disk
             if not marks:
                 catalog.note_erased(())

@@ -56,8 +56,7 @@ class Quota:
         max_bytes: int,
         min_free_bytes: int,
     ) -> None:
-        self.max_bytes = max_bytes
-        self.min_free_bytes = min_free_bytes
+        self._most_queued_bytes = queue.queue_bytes
         self.evicted = 0
         self._index = index
         self._queue = queue
@@ -67,6 +66,7 @@ class Quota:
         #: While fewer bytes than this are free, evictions for want of free space have no effect.
         self._no_effect_below = 0
         queue.on_removed = self._note_removed
+        self._set(max_bytes, min_free_bytes)
 
     def usage(self) -> DiskUsage:
         """Return the current use of the disk."""
@@ -108,9 +108,14 @@ class Quota:
 
     def set_limits(self, *, max_bytes: int, min_free_bytes: int) -> None:
         """Change the limits. Snapshots above them are evicted in the background, in small batches."""
-        self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
+        self._set(max_bytes, min_free_bytes)
         _log.info("cache_limits_changed", max_bytes=max_bytes, min_free_bytes=min_free_bytes)
         self.check()
+
+    def _set(self, max_bytes: int, min_free_bytes: int) -> None:
+        self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
+        # More would wait in memory, also unpublished tokens' KV, and then find no room.
+        self._queue.queue_bytes = min(self._most_queued_bytes, max_bytes)
 
     def check(self) -> None:
         """Schedule evictions if limits are exceeded."""

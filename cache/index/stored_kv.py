@@ -401,7 +401,7 @@ class StoredKv:
             return "closing"
         if self._queue.paused:
             return "disk_error"
-        if size_bytes > min(self._quota.max_bytes, self._queue.queue_bytes):
+        if size_bytes > self._queue.queue_bytes:
             return "too_large"
         if name.parent == bytes(DIGEST_BYTES):
             return "no_parent"

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from ops.log.sessions import SessionRow
 
 VARIANT: Final = "variant"
-#: How the page names variants. Sessions with other names are none, so their first entries need not be read.
-_NAME: Final = re.compile(r"-v(\d+)$")
+#: How the page names variants, and hardly anybody a session. Sessions with other names are none, so their
+#: first entries need not be read.
+_NAME: Final = re.compile(r"--v(\d+)$")
 
 
 class Variants(Struct, frozen=True, kw_only=True):
@@ -61,7 +62,7 @@ def may_vary(name: str) -> bool:
 def free_name(name: str, taken: Iterable[str]) -> str:
     """Return a name for another variant of session `name`, which is none of those that are `taken`."""
     found = [_NAME.search(one) for one in taken if stem(one) == stem(name)]
-    return f"{stem(name)}-v{1 + max((int(one[1]) for one in found if one), default=1)}"
+    return f"{stem(name)}--v{1 + max((int(one[1]) for one in found if one), default=1)}"
 
 
 def variants(name: str, rows: Iterable[SessionRow], taken: Iterable[str]) -> Variants:

@@ -269,6 +269,11 @@ class Client:
         """Whether the connection was closed for good: by `close`, or by the NATS server."""
         return self._wire.closed
 
+    @property
+    def why_closed(self) -> str:
+        """A sentence that says which side closed the connection, and why."""
+        return self._wire.why_closed
+
     async def backlog(self) -> Backlog:
         """Return how many requests of all tenants the workers have not acknowledged.
 

@@ -112,7 +112,8 @@ class Connection:
         """A sentence that says which side closed the connection, and why."""
         if self._is_leaving or self._nats.last_error is None:
             return "the client is closed"
-        return f"the NATS server has closed the connection ({redact(str(self._nats.last_error))})"
+        error = self._nats.last_error
+        return f"the NATS server {refusal(error) or f'has closed the connection ({redact(str(error))})'}"
 
     @property
     def connected(self) -> bool:

@@ -117,6 +117,16 @@ async def test_a_snapshot_larger_than_the_disk_limit_or_the_write_queue_is_not_s
     assert store.stats().dropped == {"too_large": 1}
 
 
+async def test_the_queue_takes_no_more_than_the_disk_limit_also_after_that_has_changed(open_store) -> None:
+    """Snapshots of tokens that are not published wait there too, and would find no room later."""
+    store = await open_store(max_bytes=1000, queue_bytes=3000)
+    assert store.queue.vacant_bytes() == 1000
+    store.quota.set_limits(max_bytes=2000, min_free_bytes=0)
+    assert store.queue.vacant_bytes() == 2000
+    store.quota.set_limits(max_bytes=5000, min_free_bytes=0)
+    assert store.queue.vacant_bytes() == 3000
+
+
 async def test_a_full_write_queue_drops_new_snapshots(open_store, gate) -> None:
     """The queue's limit is in bytes, and `room` is what is left of it."""
     store = await open_store(queue_bytes=3000)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import errno
+import re
 import signal
 import socket
 import subprocess
@@ -13,21 +15,22 @@ import pytest
 from command_runs import environment
 
 from commands.cache import CacheCommandError, in_one_line
+from commands.cli import _COMMANDS
 
+ROOT = Path(__file__).parents[2]
 NOWHERE = "--nats nats://127.0.0.1:1"
 
 
 def shell(script: str, **more: str) -> subprocess.CompletedProcess[str]:
     """Run a script in which `turnkeep` is the program; return the result with both outputs."""
     start = f'turnkeep() {{ "{sys.executable}" -P -m commands "$@"; }}; set -o pipefail; {script}'
-    root = str(Path(__file__).parents[2])
     return subprocess.run(
         ["/bin/bash", "-c", start],
         capture_output=True,
         text=True,
         check=False,
         timeout=60,
-        env=environment() | {"PYTHONPATH": root} | more,
+        env=environment() | {"PYTHONPATH": str(ROOT)} | more,
     )
 
 
@@ -80,3 +83,20 @@ def test_ctrl_c_while_a_command_imports_its_modules_prints_no_traceback() -> Non
             said += process.stderr.read()
     assert process.returncode in {-signal.SIGINT, 130}, said[-2000:]
     assert "Traceback" not in said
+
+
+def test_each_command_that_a_message_of_the_program_names_exists() -> None:
+    sources = [
+        path
+        for room in ("cache", "commands", "gateway", "ops", "worker")
+        for path in (ROOT / room).rglob("*.py")
+    ]
+    texts = [
+        one.value
+        for path in sources
+        for one in ast.walk(ast.parse(path.read_text()))
+        if isinstance(one, ast.Constant) and isinstance(one.value, str)
+    ]
+    named = {word for text in texts for word in re.findall(r"\bturnkeep ([a-z]+)", text)}
+    assert len(named) > 20
+    assert named - {*_COMMANDS} == {"readiness"}, "which is the name of a connection"

@@ -334,7 +334,7 @@ def test_a_gguf_file_with_a_changed_byte_is_converted_or_refused_without_a_crash
     broken = sound_file.with_name("broken.gguf")
     broken.write_bytes(content)
     try:
-        gguf_model._prepare(gguf_file.read(broken), "float32")
+        gguf_model._prepare(broken, "float32")
     except ModelError as error:
         complaint = str(error)
         assert "\n" not in complaint

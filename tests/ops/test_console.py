@@ -722,22 +722,22 @@ async def test_the_consoles_brief_session_list_has_one_row_for_a_conversation_an
         position = 0 if text == "First?" else (await talk.info()).position
         await talk.generate(messages=[{"role": "user", "content": text}], max_tokens=2)
     async with opened(client) as page:
-        await page.post("talk/fork", {"name": "talk-v2", "position": position, "is_variant": True})
+        await page.post("talk/fork", {"name": "talk--v2", "position": position, "is_variant": True})
         await page.post("talk/fork", {"name": "apart", "position": position})
         other = [{"role": "user", "content": "Third?"}]
-        for name in ("apart", "talk-v2"):
+        for name in ("apart", "talk--v2"):
             await client.session(name).generate(messages=other, max_tokens=2)
-        found = await page.get("sessions/talk-v2/variants")
-        assert (found["root"], found["begins"], found["members"]) == ("talk", "First?", ["talk", "talk-v2"])
-        assert found["at"] == {f"{position}": ["talk", "talk-v2"]}
+        found = await page.get("sessions/talk--v2/variants")
+        assert (found["root"], found["begins"], found["members"]) == ("talk", "First?", ["talk", "talk--v2"])
+        assert found["at"] == {f"{position}": ["talk", "talk--v2"]}
         rows = (await page.get("sessions", brief=1))["rows"]
         assert [(row["session"], row["begins"]) for row in rows] == [
-            ("talk-v2", "First?"),
+            ("talk--v2", "First?"),
             ("apart", "Third?"),
         ]
         assert (await page.get("sessions", brief=1, words="second", whole=1))["total"] == 1
         assert (await page.get("sessions"))["total"] == 3
-        first, second = (await page.get("sessions/talk-v2"))["turns"]
+        first, second = (await page.get("sessions/talk--v2"))["turns"]
         assert first["said"] == (await page.get("sessions/talk"))["turns"][0]["said"]
         assert (second["start"], second["said"][0]["text"]) == (position, "Third?")
         assert [one["said"][0]["text"] for one in (first, second)] == ["First?", "Third?"]

@@ -396,29 +396,37 @@ def rows(forks: Forks) -> list[SessionRow]:
     ("forks", "name", "at"),
     [
         ({"a": None}, "a", {}),
-        ({"a": None, "a-v2": ("a", 0, True)}, "a", {0: ("a", "a-v2")}),
-        ({"a": None, "a-v2": ("a", 0, True)}, "a-v2", {0: ("a", "a-v2")}),
+        ({"a": None, "a--v2": ("a", 0, True)}, "a", {0: ("a", "a--v2")}),
+        ({"a": None, "a--v2": ("a", 0, True)}, "a--v2", {0: ("a", "a--v2")}),
         # a fork of a fork at the place where that one begins is a third variant
-        ({"a": None, "a-v2": ("a", 7, True), "a-v3": ("a-v2", 7, True)}, "a", {7: ("a", "a-v2", "a-v3")}),
-        ({"a": None, "a-v2": ("a", 7, True), "a-v10": ("a", 7, True)}, "a-v2", {7: ("a", "a-v2", "a-v10")}),
-        # later in a variant: the switch at 7 leads to where it was last
-        ({"a": None, "a-v2": ("a", 7, True), "a-v3": ("a-v2", 9, True)}, "a", {7: ("a", "a-v3")}),
         (
-            {"a": None, "a-v2": ("a", 7, True), "a-v3": ("a-v2", 9, True)},
-            "a-v3",
-            {7: ("a", "a-v3"), 9: ("a-v2", "a-v3")},
+            {"a": None, "a--v2": ("a", 7, True), "a--v3": ("a--v2", 7, True)},
+            "a",
+            {7: ("a", "a--v2", "a--v3")},
+        ),
+        (
+            {"a": None, "a--v2": ("a", 7, True), "a--v10": ("a", 7, True)},
+            "a--v2",
+            {7: ("a", "a--v2", "a--v10")},
+        ),
+        # later in a variant: the switch at 7 leads to where it was last
+        ({"a": None, "a--v2": ("a", 7, True), "a--v3": ("a--v2", 9, True)}, "a", {7: ("a", "a--v3")}),
+        (
+            {"a": None, "a--v2": ("a", 7, True), "a--v3": ("a--v2", 9, True)},
+            "a--v3",
+            {7: ("a", "a--v3"), 9: ("a--v2", "a--v3")},
         ),
         # before the place where a variant begins
         (
-            {"a": None, "a-v2": ("a", 7, True), "a-v3": ("a-v2", 3, True)},
-            "a-v2",
-            {3: ("a-v2", "a-v3"), 7: ("a", "a-v2")},
+            {"a": None, "a--v2": ("a", 7, True), "a--v3": ("a--v2", 3, True)},
+            "a--v2",
+            {3: ("a--v2", "a--v3"), 7: ("a", "a--v2")},
         ),
         # a fork that somebody has named is a conversation of its own, and so are its variants
-        ({"a": None, "b": ("a", 7, False), "b-v2": ("b", 8, True)}, "a", {}),
-        ({"a": None, "b": ("a", 7, False), "b-v2": ("b", 8, True)}, "b", {8: ("b", "b-v2")}),
+        ({"a": None, "b": ("a", 7, False), "b--v2": ("b", 8, True)}, "a", {}),
+        ({"a": None, "b": ("a", 7, False), "b--v2": ("b", 8, True)}, "b", {8: ("b", "b--v2")}),
         # the first one is gone
-        ({"a-v2": ("a", 7, True), "a-v3": ("a", 7, True)}, "a-v2", {7: ("a-v2", "a-v3")}),
+        ({"a--v2": ("a", 7, True), "a--v3": ("a", 7, True)}, "a--v2", {7: ("a--v2", "a--v3")}),
         # names that lead in a circle
         ({"a": ("b", 7, True), "b": ("a", 7, True)}, "a", {}),
     ],
@@ -444,13 +452,13 @@ def test_the_console_shows_a_switch_at_each_message_where_variants_of_a_conversa
 
 
 def test_the_consoles_session_list_has_one_row_for_all_variants_of_a_conversation() -> None:
-    there = rows({"a": None, "b": None, "a-v2": ("a", 7, True), "c": ("a", 7, False), "b-v2": None})
+    there = rows({"a": None, "b": None, "a--v2": ("a", 7, True), "c": ("a", 7, False), "b--v2": None})
     shown = [(row.session, row.begins) for row in joined(there, there)]
     assert shown == [
-        ("b-v2", "words of b-v2"),
+        ("b--v2", "words of b--v2"),
         ("c", "words of c"),
-        ("a-v2", "words of a"),
+        ("a--v2", "words of a"),
         ("b", "words of b"),
     ]
-    found = variants("a-v2", there, ())
-    assert (found.root, found.begins, found.members) == ("a", "words of a", ("a", "a-v2"))
+    found = variants("a--v2", there, ())
+    assert (found.root, found.begins, found.members) == ("a", "words of a", ("a", "a--v2"))

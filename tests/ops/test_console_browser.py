@@ -187,7 +187,7 @@ async def test_in_the_browser_a_chat_can_be_renamed_regenerated_edited_stopped_s
             ".turn:last-child .switch",
         )
         browser.click("Regenerate")
-        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}-v2")
+        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}--v2")
         browser.wait_for("document.querySelectorAll('.turn.done').length === 1")
         assert "2/2" in browser.text(shown)
         browser.click("", ".switch button")  # the variant before
@@ -203,7 +203,7 @@ async def test_in_the_browser_a_chat_can_be_renamed_regenerated_edited_stopped_s
         browser.press(ENTER)
         browser.type(".edit textarea", " And why?")
         browser.click("Send", ".edit button")
-        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}-v3")
+        browser.wait_for("location.hash === arguments[0]", f"#/session/{name}--v3")
         browser.wait_for(f"{question} === 'What grows? And why?'")
         browser.wait_for(f"document.querySelector('{shown}')?.innerText.includes('3/3')")
         browser.wait_for("document.querySelectorAll('.side .name').length === 2")
@@ -556,7 +556,7 @@ async def test_the_console_page_accepts_images_by_file_choice_paste_and_drop_and
         browser.press(ESCAPE)
         browser.wait_for("!document.querySelector('dialog.image')")
         browser.click("Regenerate")
-        browser.wait_for("location.hash.endsWith('-v2')")
+        browser.wait_for("location.hash.endsWith('--v2')")
         browser.wait_for(f"JSON.stringify({loaded}) === '[400,41]'")
         browser.run(given, b64encode(png(5)).decode(), "alone.png", "paste", "#message")
         browser.wait_for(f"{waiting} === 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ async def test_the_consoles_regenerate_button_picks_a_free_name_and_refuses_opti
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
-    for name in ("plan", "plan-v2"):
+    for name in ("plan", "plan--v2"):
         await client.session(name).generate(messages=[{"role": "user", "content": name}], max_tokens=3)
 
     def walk(await_: Any) -> None:
@@ -181,18 +182,44 @@ async def test_the_consoles_regenerate_button_picks_a_free_name_and_refuses_opti
         browser.type("textarea[placeholder^='{']", "{")
         browser.click("Regenerate")
         browser.wait_for("document.querySelector('#toast').innerText.includes('no JSON')")
-        assert sorted(one.name for one in await_(client.sessions())) == ["plan", "plan-v2"]
+        assert sorted(one.name for one in await_(client.sessions())) == ["plan", "plan--v2"]
         browser.type("textarea[placeholder^='{']", "\ue003")  # Backspace
         browser.type("input[placeholder='what fits']", "-1")
         browser.click("Regenerate")
         browser.wait_for("document.querySelector('#toast').innerText.includes('max_tokens')")
         browser.type("input[placeholder='what fits']", "\ue003\ue0033")
         browser.click("Regenerate")
-        browser.wait_for("location.hash.startsWith('#/session/plan-v')")
+        browser.wait_for("location.hash.startsWith('#/session/plan--v')")
         browser.wait_for("document.querySelector('.switch')")
         assert "2/2" in browser.text(".switch")
 
     await walked(browser, client, walk)
+
+
+async def test_a_title_is_of_one_session_and_of_no_other_with_a_similar_name_or_of_another_model(
+    browser: Browser, local_worker: Start, tmp_path: Path
+) -> None:
+    worker = await local_worker()
+    other = await local_worker(prefix=f"{worker.settings.prefix}-v2", data_dir=tmp_path / "other")
+    for client, name in ((worker.client, "plan"), (worker.client, "plan-v2"), (other.client, "plan")):
+        await client.session(name).generate(messages=[{"role": "user", "content": name}], max_tokens=3)
+    names = "[...document.querySelectorAll('.side .name')].map((one) => one.innerText).sort().join()"
+
+    def walk(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}")
+        show(browser, "plan")
+        browser.run(MENU)
+        browser.click("Rename", ".menu button")
+        browser.type("#dialog-name", "Mine\ue007")
+        browser.wait_for(f"{names} === 'Mine,plan-v2'")
+        assert browser.text(".side a[aria-current] .name") == "Mine"
+        browser.open(f"{url}/of/p1/#/session/plan")
+        browser.wait_for("document.querySelector('.turn.done')")
+        browser.wait_for(f"{names} === 'plan'")
+        assert browser.text("h1") == "plan"
+
+    async with serving(worker.client, others=(other.client,)) as url:
+        await asyncio.to_thread(walk, url)
 
 
 async def test_a_double_click_on_the_consoles_regenerate_button_starts_only_one_new_answer(
@@ -208,7 +235,7 @@ async def test_a_double_click_on_the_consoles_regenerate_button_starts_only_one_
             again.click();
             again.click();"""
         )
-        browser.wait_for("location.hash === '#/session/plan-v2'")
+        browser.wait_for("location.hash === '#/session/plan--v2'")
         browser.run("return new Promise((then) => setTimeout(then, 1000))")
         assert browser.run("return document.querySelector('#toast').hidden"), browser.text("#toast")
         assert len(await_(client.sessions())) == 2
@@ -226,7 +253,7 @@ async def test_the_consoles_close_button_closes_the_open_variant_if_another_vari
     def walk(await_: Any) -> None:
         show(browser, "plan")
         browser.click("Regenerate")
-        browser.wait_for("location.hash === '#/session/plan-v2'")
+        browser.wait_for("location.hash === '#/session/plan--v2'")
         browser.wait_for("document.querySelector('.turn.done .switch')")
         await_(session.close())
         browser.run("location.reload()")

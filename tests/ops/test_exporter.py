@@ -22,13 +22,15 @@ from msgspec import UNSET, structs
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ops.exporter import metrics_app
+from ops.exporter import metrics_app, run
 from ops.exposition import FIGURES, families
 from ops.fleet import Fleet
 from ops.http_server import listening, server, url_of
 from tests.commands.command_runs import environment, turnkeep
 from tests.parts import NatsServer
 from tests.protocol.scripted_worker import metrics
+from turnkeep_client.client import connect
+from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, Totals, encode
 from turnkeep_client.subjects import Subjects
 from turnkeep_client.wire import Backlog
@@ -300,3 +302,20 @@ async def test_the_exporter_fails_with_one_line_if_its_user_may_not_subscribe_to
     _, line = done.stderr.splitlines()  # it serves at first, and says so
     assert line.startswith("turnkeep: this user may not subscribe to turnkeep._metrics.*: ")
     assert "pw" not in line
+
+
+async def test_an_exporter_whose_password_is_changed_at_the_server_ends_and_says_why(tmp_path: Path) -> None:
+    config = tmp_path / "nats.conf"
+    config.write_text("authorization { users: [{ user: w, password: one }] }")
+    server = NatsServer(tmp_path / "js", ("-c", str(config)))
+    server.start()
+    async with connect(server.url.replace("//", "//w:one@")) as client:
+        running = asyncio.create_task(run(client, "127.0.0.1", 0, keep_s=300.0))
+        await asyncio.sleep(0.5)
+        config.write_text("authorization { users: [{ user: w, password: two }] }")
+        assert server._process is not None
+        server._process.send_signal(signal.SIGHUP)
+        with pytest.raises(TurnkeepError, match="the NATS server refuses the credentials; check the file"):
+            async with asyncio.timeout(30):
+                await running
+    server.stop()

@@ -140,6 +140,10 @@ def test_each_prometheus_alert_fires_when_its_fault_occurs_and_for_no_healthy_wo
         "TurnkeepNoWorker": ([series("up", "0x21", **one)], [{}]),
         "TurnkeepExporterDown": ([series("up", "1x21", **one)], [{}]),
         "TurnkeepNatsDown": ([series("nats_connected", "1x18 0 0 0")], [{}]),
+        "TurnkeepCannotStore": (
+            [series("recorded", "1x18 0 0 0", **one), series("recorded", "1x21", **two)],
+            [one],
+        ),
         "TurnkeepRequestsPending": ([series("consumer_pending", "0x10 3x11")], [{}]),
         # The first event of its kind makes its series.
         "TurnkeepRequestsBreak": (

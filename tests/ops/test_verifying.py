@@ -258,7 +258,7 @@ async def searched(worker: LocalWorker, *arguments: object) -> tuple[int, str]:
 
 
 async def test_the_command_cache_remains_finds_log_entries_kv_files_and_texts_left_of_a_forgotten_session(
-    local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
 ) -> None:
     """Entries and chunks of the log, files of KV under any name of a folder, and texts; else 0."""
     monkeypatch.setattr(retention, "_PERIOD_S", 0.2)
@@ -288,6 +288,8 @@ async def test_the_command_cache_remains_finds_log_entries_kv_files_and_texts_le
     code, shown = await searched(worker, "--in", copy, "--text", TEXT[:40], "--json")
     texts = [one["where"] for one in json.loads(shown)["remains"] if one["what"] == "text"]
     assert texts == [str(copy / "notes.txt")]
+    shutil.copytree(tiny_model, worker.settings.data_dir / "models" / "tiny")
+    assert (await searched(worker, "--text", "im_start"))[0] == 0, "a word of the tokenizer is nobody's text"
     await session.open()
     await session.append(text="Something else.")
     assert (await searched(worker))[0] == 0, "what came after it is not what was forgotten"

@@ -169,7 +169,7 @@ async def test_a_nats_connection_closed_for_good_by_the_server_calls_the_on_clos
     await server.start()
     closed = asyncio.Event()
 
-    async def on_closed():
+    async def on_closed(_why):
         closed.set()
 
     client = await connect(url_of(server), name="test", on_closed=on_closed)

@@ -100,6 +100,9 @@ def test_opening_a_data_directory_fails_with_an_error_that_names_a_file_in_its_p
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(DataDirError, match=r"there is a file in its place.*--data-dir"):
             DataDir.open(path)
+    (tmp_path / "link").symlink_to(tmp_path / "not mounted")
+    with pytest.raises(DataDirError, match=r"a link to what is not there; .* mount its disk"):
+        DataDir.open(tmp_path / "link")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

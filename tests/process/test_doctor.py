@@ -14,7 +14,7 @@ from nats.aio.client import Client, ServerVersion
 
 import commands.checks
 from commands.checks import Diagnosis, checks, exit_code
-from commands.ports import NOTHING, Beside
+from commands.ports import Beside
 from tests.commands.command_runs import turnkeep
 from tests.model.tiny_gguf import TinyLlama
 from worker.process.datadir import DataDir
@@ -33,7 +33,17 @@ def small(settings):
 
 async def test_the_command_doctor_passes_every_check_on_a_machine_without_faults(small):
     found = await examine(small)
-    assert list(found) == ["Python", "MLX", "BLAS", "data directory", "disk", "NATS", "port", "model"]
+    assert list(found) == [
+        "Python",
+        "MLX",
+        "BLAS",
+        "memory",
+        "data directory",
+        "disk",
+        "NATS",
+        "port",
+        "model",
+    ]
     assert {check.name for check in found.values() if check.state == "fail"} == set()
     assert exit_code(found.values()) == 0
     assert found["MLX"].found.split(" on ")[1] in ("cpu", "metal", "cuda")
@@ -80,9 +90,9 @@ def test_the_command_doctor_fails_and_names_the_option_of_a_port_that_another_pr
         changed = {"--health": {"health": at}, "--nats-websocket": {"nats_websocket": at.port}}
         beside = {"--gateway": Beside(gateway=at.port), "--console": Beside(console=at.port)}
         settings = dataclasses.replace(small, **changed.get(option, {}))
-        found = {check.name: check for check in checks(settings, beside=beside.get(option, NOTHING))}
+        found = {check.name: check for check in checks(settings, beside=beside.get(option))}
         with DataDir.open(small.data_dir, "test"):
-            running = checks(settings, beside=beside.get(option, NOTHING))
+            running = checks(settings, beside=beside.get(option))
     assert found[option] == Diagnosis(
         option,
         "fail",
@@ -176,7 +186,7 @@ def test_the_command_doctor_reports_an_mlx_that_fails_or_aborts_on_import_as_a_f
 def test_the_command_doctor_reports_a_model_that_is_not_on_this_machine_with_advice(
     settings, spec, state, word
 ):
-    found = commands.checks._model(dataclasses.replace(settings, model=spec))
+    found = commands.checks._model(dataclasses.replace(settings, model=spec), runs=True)
     assert found.state == state
     assert word in found.mend
 
@@ -201,8 +211,25 @@ def test_the_command_doctor_fails_for_truncated_or_incomplete_model_files_with_t
         (str(models / "light"), "has no model*.safetensors"),
         ("light", "has no model*.safetensors"),
     ]:
-        found = commands.checks._model(dataclasses.replace(settings, model=spec))
+        found = commands.checks._model(dataclasses.replace(settings, model=spec), runs=True)
         assert (found.state, why in found.missing) == ("fail", True), found
+
+
+@pytest.mark.mounts
+@pytest.mark.parametrize("is_named", [True, False])
+def test_the_doctor_fails_if_a_gguf_model_to_be_converted_does_not_fit_on_the_disk_of_the_data_directory(
+    mounted, settings, tmp_path, monkeypatch, is_named
+):
+    path, folder = tmp_path / "tiny.gguf", mounted("size=8m")
+    TinyLlama().write(path)
+    (folder / "filled").write_bytes(bytes(8_300_000))
+    monkeypatch.setattr("worker.models.catalog.packaged_gguf", lambda: path)
+    there = dataclasses.replace(settings, model=str(path) if is_named else None, data_dir=folder)
+    model = commands.checks._model(there, runs=True)
+    assert model.state == "fail"
+    assert re.search(r"needs [\d.]+ MiB in .*; it has", f"{model.missing}; {model.mend}")
+    (folder / "filled").unlink()
+    assert commands.checks._model(there, runs=True).state == "ok"
 
 
 async def test_the_command_doctor_checks_each_of_several_configured_models(small, tmp_path):

@@ -153,8 +153,10 @@ async def test_the_ready_probe_fails_if_the_worker_cannot_renew_its_cluster_memb
     config = (await js.stream_info(bucket)).config
     await js.update_stream(config.evolve(subjects=["nobody.$KV.x"]))  # where renewals do not arrive
     await unready(worker.app, "this worker is not recorded on the prefix")
+    assert not (await worker.client.worker_metrics()).recorded
     await js.update_stream(config)
     await unready(worker.app)
+    assert (await worker.client.worker_metrics()).recorded
 
 
 async def test_the_ready_probe_fails_with_the_reason_if_the_workers_device_thread_hangs(

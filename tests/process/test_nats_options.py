@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
+import signal
+import ssl
 import subprocess
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import nats.errors
 import nkeys
 import pytest
 from click.testing import CliRunner
@@ -17,11 +21,13 @@ from structlog.testing import capture_logs
 
 from commands import serve
 from commands.cli import main
+from tests.parts import NatsServer, until
 from turnkeep_client.client import connect as client
-from turnkeep_client.errors import NotPermittedError
+from turnkeep_client.errors import NotPermittedError, TurnkeepError
+from worker.app import App
 from worker.process.setting_sources import load
 from worker.process.settings import Settings, SettingsError
-from worker.wire.connection import BrokerError, connect
+from worker.wire.connection import BrokerError, _Watch, connect
 from worker.wire.credentials import nats_options, over_tls
 
 if TYPE_CHECKING:
@@ -314,3 +320,51 @@ async def test_a_worker_warns_once_of_a_nats_server_version_that_can_lose_entrie
         lines = [one for one in logs if "#8475" in one["event"]]
         assert [one["version"] for one in lines] == [version] * num_lines
         assert all("install 2.12.16, 2.14.6, 2.15.0 or newer" in one["event"] for one in lines)
+
+
+async def test_errors_that_come_again_and_again_in_turn_are_logged_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when the worker's user loses its permissions: it goes on trying to read, to pull and to renew."""
+    watch = _Watch(Client(), "nats://there", None, None)
+    watch.is_connected = True
+    with capture_logs() as lines:
+        for now_s in (1000, 1001, 1059, 1061):
+            monkeypatch.setattr("worker.wire.connection.current_time", lambda now_s=now_s: now_s)
+            for what in ("in", "out"):
+                await watch.error(nats.errors.Error(f"permissions violation for {what}"))
+    assert [line["error"].rpartition(" ")[2] for line in lines] == ["in", "out"] * 2
+
+
+async def test_a_running_worker_whose_password_is_changed_at_the_server_ends_and_says_why(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    config = tmp_path / "nats.conf"
+    config.write_text(f'authorization {{ users: [{{ user: w, password: "{PASSWORD}" }}] }}')
+    server = NatsServer(tmp_path / "js", ("-c", str(config)))
+    server.start()
+    url = server.url.replace("//", f"//w:{quote(PASSWORD, safe='')}@")
+    settings = Settings(data_dir=tmp_path / "data", nats=url, model=str(tiny_model), log_max_bytes=2**26)
+    app = App(settings)
+    running = asyncio.create_task(app.run())
+    await until(lambda: app.ready.is_set() or running.done())
+    config.write_text("authorization { users: [{ user: w, password: another }] }")
+    assert server._process is not None
+    server._process.send_signal(signal.SIGHUP)
+    with pytest.raises(TurnkeepError, match="the NATS server refuses the credentials; check the file"):
+        async with asyncio.timeout(30):
+            await running
+    server.stop()
+
+
+async def test_a_certificate_that_is_not_trusted_at_a_reconnection_is_logged_with_its_remedy() -> None:
+    """The server may have got another one; that it is away is logged at its disconnection alone."""
+    watch = _Watch(Client(), "tls://there", None, None)
+    watch.is_connected = True
+    expired = ssl.SSLCertVerificationError()
+    expired.verify_message = "certificate has expired"
+    with capture_logs() as lines:
+        await watch.error(ConnectionRefusedError("refused"))
+        await watch.error(expired)
+    assert [line["log_level"] for line in lines] == ["debug", "warning"]
+    assert "is not trusted" in lines[1]["error"]

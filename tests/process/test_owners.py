@@ -287,6 +287,32 @@ async def test_forgetting_a_session_asks_all_other_workers_to_erase_and_counts_o
     assert erased == {name: name in ("yes", "also yes") for name in names}
 
 
+async def test_a_control_request_whose_answer_a_cut_connection_has_lost_is_asked_again_at_once() -> None:
+    asked = asyncio.Queue[str]()
+
+    async def request(address: str, *_: Any, **__: Any) -> Any:
+        asked.put_nowait(address)
+        if asked.qsize() == 1:
+            await anyio.sleep_forever()
+        return SimpleNamespace(data=b"answer")
+
+    made = owners_of(member("a"), [member("b")], {"s": "b"}, {})
+    made._nc = SimpleNamespace(request=request)  # type: ignore[assignment]  # a stub
+    made._members = SimpleNamespace(  # type: ignore[assignment]  # a stub
+        me=member("a"),
+        others={"b": member("b")},
+        has_record=True,
+        address=lambda one, _: one.worker,
+        knows=lambda _: True,
+    )
+    answering = asyncio.create_task(made.control(SessionKey("t", "s"), "t.s.ctl", b"{}"))
+    await until(lambda: asked.qsize() == 1)
+    made.reconnected()
+    async with asyncio.timeout(5):
+        assert await answering == b"answer"
+    assert asked.qsize() == 2
+
+
 async def test_a_stopping_worker_tells_other_workers_that_forward_requests_at_once_that_it_stops() -> None:
     """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
     answers = []

@@ -20,6 +20,7 @@ from tests.commands.command_runs import turnkeep
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker.app import App
+from worker.process.datadir import DataDir
 from worker.process.settings import Settings
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "no model": ({"model": "/no/such/model"}, "there is no model at /no/such/model"),
     "a model in an unknown home": ({"model": "~nobody-here/x"}, "there is no model at ~nobody-here/x"),
     "too little memory": ({"device_memory": 2**20}, "leaves no room for KV"),
+    "too much memory": ({"device_memory": 2**50}, "device_memory is 1048576 GiB, and this machine has"),
     "too large a window": (
         {"cache_policy": Policy(4, 4096)},
         "cache_policy cannot be the default here: a sink of 4 and a window of 4096 tokens exceed the context",
@@ -104,6 +106,7 @@ def test_serve_check_exits_with_0_if_a_worker_would_start_and_starts_no_nats_ser
     [
         (("--model", "/no/such/model"), 1, "nothing at /no/such/model"),
         (("--max-batch", "0"), 2, "--max-batch: '0' is not valid"),
+        (("--device-memory", "1024TiB"), 1, "device_memory is 1048576 GiB, and this machine has"),
     ],
 )
 def test_serve_check_fails_with_the_reason_for_a_missing_model_or_an_option_out_of_range(
@@ -132,6 +135,16 @@ def test_serve_with_and_without_check_refuses_settings_that_contradict_each_othe
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.startswith(f"turnkeep: {says}")
     assert not (tmp_path / "data" / "nats-server.conf").exists()
+
+
+def test_serve_check_fails_for_a_data_directory_that_another_worker_uses(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    own = ("--check", "--model", tiny_model, "--nats-port", free_port())
+    with DataDir.open(tmp_path / "data", "other"):
+        done = serve(tmp_path, *own)
+    assert done.returncode == 1, done.stdout
+    assert f"is in use by worker other (pid {os.getpid()})" in done.stdout
 
 
 def test_serve_check_fails_if_another_program_holds_the_port_of_the_gateway(

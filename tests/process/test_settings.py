@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cache.names.policy import FULL, Policy
+from commands import serve
 from commands.ports import NOTHING, Beside, ports_of
 from turnkeep_client.subjects import check_id
 from worker.process import settings as module
@@ -357,3 +358,20 @@ def test_settings_with_different_ports_or_port_0_are_accepted_together_even_on_a
     settings = Settings(data_dir=tmp_path, nats="nats://127.0.0.1:9560", log_replicas=3)
     check_together(settings)
     assert ports_of(settings, Beside(9560, 0)) == {"--gateway": Endpoint("127.0.0.1", 9560)}
+
+
+def test_a_reload_fails_if_the_settings_file_in_the_current_folder_is_gone_and_reads_a_changed_one(
+    tmp_path, monkeypatch
+):
+    """Without its file it would apply the defaults, and perhaps evict snapshots."""
+    monkeypatch.chdir(tmp_path)
+    given = []
+    monkeypatch.setattr(serve, "run", lambda *all_: given.extend(all_))
+    write(tmp_path, f"data_dir = '{tmp_path}'\nmax_disk = '1GiB'")
+    serve.serve(["--nats-port", "4299"], standalone_mode=False)
+    _, _, reload, _ = given
+    write(tmp_path, f"data_dir = '{tmp_path}'\nmax_disk = '2GiB'")
+    assert reload()[0].max_disk == 2 * 2**30
+    (tmp_path / "turnkeep.toml").unlink()
+    with pytest.raises(SettingsError, match="there is no settings file"):
+        reload()

@@ -164,6 +164,28 @@ async def test_a_model_unused_for_a_while_is_unloaded_and_reloaded_for_the_next_
 
 
 @pytest.mark.process
+async def test_closed_sessions_of_a_model_that_is_not_loaded_leave_the_log_in_time(house: Any) -> None:
+    at = await house(closed_ttl_s="6")
+    async with await at.process.client(prefix="turnkeep-tiny") as client:
+        await client.ask("s", text="Hi.", max_tokens=2, timeout_s=120)
+        await client.session("s").close()
+        await client.unload()
+        await until(lambda: not at.workers())
+
+        async def entries() -> dict[str, int]:
+            js = client._wire._nats.jetstream()
+            info = await js.stream_info("turnkeep-tiny_log", subjects_filter="turnkeep-tiny.default.s.>")
+            return {subject.rsplit(".", 1)[1]: num for subject, num in (info.state.subjects or {}).items()}
+
+        assert await entries() == {"in": 2, "out": 2, "closed": 1}
+        async with asyncio.timeout(60):
+            # The close stays a little longer.
+            while await entries() != {"in": 1, "out": 1, "closed": 1}:  # noqa: ASYNC110
+                await asyncio.sleep(0.5)
+    assert at.workers() == {}
+
+
+@pytest.mark.process
 async def test_the_gateways_model_list_shows_for_models_not_loaded_whether_they_accept_images(
     house: Any, taught_model: Path
 ) -> None:
@@ -265,6 +287,14 @@ async def test_serve_refuses_to_start_with_a_model_larger_than_the_memory_budget
         "turnkeep: the model wide:1b can never be loaded: it needs device_memory of 30 MiB, and memory is"
         " 25 MiB; raise memory, or take a smaller model"
     )
+
+
+@pytest.mark.packaging
+@pytest.mark.process
+async def test_a_memory_budget_larger_than_the_machines_memory_fails_the_start(house: Any) -> None:
+    at = await house(memory="'1024TiB'")
+    assert not at.process.running
+    assert "memory is 1048576 GiB, and this machine has" in at.process.log.splitlines()[-1]
 
 
 def test_the_longest_unused_models_are_unloaded_first_and_none_if_all_together_free_too_little_memory() -> (
@@ -386,6 +416,8 @@ class Runs:
         self.supervisor = Supervisor(Settings(), {"a": Settings()})
         (self.model,) = self.supervisor._models
         self.model.needs, self.model.activator = UNKNOWN, self  # type: ignore[assignment]  # a stub
+        self.model.retention = SimpleNamespace(run=self.remove)  # type: ignore[assignment]  # a stub
+        self.is_removing = False
         monkeypatch.setattr(self.supervisor, "_run_worker", self.run)
 
     async def run(self, model: Any) -> int:
@@ -393,6 +425,13 @@ class Runs:
         model.loaded_s = math.inf if self.served_s is None else anyio.current_time() - self.served_s
         await asyncio.sleep(0)
         return 3
+
+    async def remove(self) -> None:
+        self.is_removing = True
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.is_removing = False
 
     async def refuse(self, why: str) -> None:
         self.refused.put_nowait(why)
@@ -409,8 +448,10 @@ async def test_a_model_whose_worker_failed_to_become_ready_is_loaded_again_at_it
     keeping = asyncio.create_task(runs.supervisor._keep(runs.model))
     async with asyncio.timeout(30):
         for number in (1, 2):
+            await until(lambda: runs.is_removing)
             runs.model.wake()
             assert "a cannot be loaded: its worker has ended 5 times" in await runs.refused.get()
+            assert not runs.is_removing, "the worker removes closed sessions itself"
             await asyncio.sleep(0.1)
             assert runs.num == number * supervisor._MAX_TRIES
             assert not runs.supervisor._memory.loaded, "other models may have its memory"

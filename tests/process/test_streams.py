@@ -6,6 +6,7 @@ import dataclasses
 import nats.errors
 import pytest
 from nats.aio.client import Client, ServerVersion
+from nats.js import api
 from nats.js.errors import APIError
 
 from turnkeep_client.subjects import SessionKey, Subjects
@@ -13,7 +14,7 @@ from worker.process.constants import Constants
 from worker.wire import streams
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.log_room import open_bytes
-from worker.wire.streams import CONSUMER, ensure
+from worker.wire.streams import CONSUMER, ensure, ensure_stream
 
 SUBJECTS = Subjects("turnkeep")
 KEY = SessionKey("default", "s1")
@@ -206,6 +207,9 @@ async def test_a_nats_server_without_space_for_the_log_is_refused_with_advice(
     client = await connect(url, name="test")
     with pytest.raises(BrokerError, match=r"no room for the stream turnkeep_log.*--log-max-bytes"):
         await ensure(client.jetstream(), SUBJECTS, settings)
+    in_memory = api.StreamConfig(name="m", max_bytes=2**50, storage=api.StorageType.MEMORY)
+    with pytest.raises(BrokerError, match=r"no room for the stream m, .*; raise its JetStream memory limit"):
+        await ensure_stream(client.jetstream(), in_memory)
     await client.close()
 
 

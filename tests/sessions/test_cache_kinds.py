@@ -141,6 +141,24 @@ async def test_a_worker_logs_the_cache_class_of_each_layer_and_warns_if_kv_bits_
     assert json.loads((tmp_path / "data" / "models" / "trials.json").read_text())
 
 
+async def test_a_worker_says_once_that_kv_stored_with_other_kv_bits_is_not_used(
+    local_worker, make_folder
+) -> None:
+    model = str(make_folder("llama", head_dim=32))
+    said, cached = [], []
+    for bits in (None, 8, 8, None):
+        with structlog.testing.capture_logs() as logged:
+            worker = await local_worker(model=model, kv_bits=bits)
+        said.append([line for line in logged if line["event"] == "kv_of_other_settings_is_not_used"])
+        answer = await worker.client.ask("s", text="hello " * 20, max_tokens=1)
+        cached.append(answer.usage.cached_tokens > 0)
+        await worker.stop()
+    assert [len(lines) for lines in said] == [0, 1, 0, 0]
+    assert said[1][0]["log_level"] == "warning"
+    assert said[1][0]["snapshots"] > 0
+    assert cached == [False, False, True, True]
+
+
 async def test_a_model_that_cannot_serve_sink_window_is_refused_with_the_reason_at_open_and_at_worker_start(
     local_worker, make_folder
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import RequestFailedError
@@ -122,6 +123,24 @@ async def test_running_workers_adopt_the_log_size_limit_of_a_worker_that_starts_
         while first.app._parts.retention.max_bytes != 2 * LIMIT:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     assert second.app._parts.retention.max_bytes == 2 * LIMIT
+
+
+@pytest.mark.parametrize("by_hand", [3 * LIMIT, -1])
+async def test_a_size_of_the_log_that_was_raised_by_hand_is_set_back_and_the_worker_says_so_once(
+    local_worker: Any, monkeypatch: pytest.MonkeyPatch, by_hand: int
+) -> None:
+    monkeypatch.setattr(retention, "_PERIOD_S", 0.1)
+    worker = await local_worker(log_max_bytes=LIMIT)
+    js, stream = worker.app._nc.jetstream(), worker.client.subjects.log_stream
+    config = (await js.stream_info(stream)).config
+    with structlog.testing.capture_logs() as lines:
+        await js.update_stream(config.evolve(max_bytes=by_hand))
+        async with asyncio.timeout(10):
+            while (await size_of(worker))[1] != open_bytes(LIMIT):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+    (said,) = [line for line in lines if "log_max_bytes" in line["event"]]
+    assert (said["log_level"], said["found"], said["max_bytes"]) == ("warning", by_hand, open_bytes(LIMIT))
 
 
 async def test_the_last_part_of_the_logs_reserve_accepts_only_small_entries_and_none_beyond_the_limit(

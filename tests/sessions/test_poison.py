@@ -168,11 +168,8 @@ async def test_four_normal_worker_stops_during_an_append_are_not_counted_as_fail
     assert (await w.result(seq))["type"] == "appended"
 
 
-@pytest.mark.parametrize(("stored_s", "attempts"), [(1, 1), (2, 2)])
-async def test_a_recorded_failed_attempt_of_an_earlier_request_at_the_same_log_sequence_is_not_counted(
-    stored_s: int, attempts: int
-) -> None:
-    """Workers attempt a request once more than allowed if one of them does not count an earlier crash."""
+async def next_attempts(mine: RequestAttempts, stored_s: int) -> int:
+    """Return how many attempts the next one makes at a request of which there is no note yet."""
 
     async def published(_: object) -> Any:
         return SimpleNamespace(num_tokens=0)
@@ -180,11 +177,28 @@ async def test_a_recorded_failed_attempt_of_an_earlier_request_at_the_same_log_s
     async def runs(_: object) -> bool:
         return False
 
-    log = SimpleNamespace(first_seq=0, published=published)
-    mine = RequestAttempts(log, SimpleNamespace(boot="me", runs=runs))  # type: ignore[arg-type]
-    mine._begun = datetime.fromtimestamp(1, UTC)
+    mine._log.published, mine._services.runs = published, runs  # type: ignore[method-assign]
     here = PendingRequest(7, None, None, datetime.fromtimestamp(stored_s, UTC))
-    assert (await mine._next(AttemptNote(), here)).attempts == attempts
+    return (await mine._next(AttemptNote(), here)).attempts
+
+
+@pytest.mark.parametrize(("stored_s", "attempts"), [(1, 1), (2, 2)])
+async def test_a_recorded_failed_attempt_of_an_earlier_request_at_the_same_log_sequence_is_not_counted(
+    stored_s: int, attempts: int
+) -> None:
+    """Workers attempt a request once more than allowed if one of them does not count an earlier crash."""
+    mine = RequestAttempts(SimpleNamespace(first_seq=0), SimpleNamespace(boot="me"))  # type: ignore[arg-type]
+    mine._begun = datetime.fromtimestamp(1, UTC)
+    assert await next_attempts(mine, stored_s) == attempts
+
+
+@pytest.mark.parametrize(("first_seq", "attempts"), [(0, 2), (6, 1), (7, 1), (8, 2)])
+async def test_a_request_that_another_worker_may_have_got_before_counts_as_attempted_once(
+    first_seq: int, attempts: int
+) -> None:
+    """At sequence 7, where `first_seq` is the first that no other worker got, and 0 not known."""
+    log: Any = SimpleNamespace(first_seq=first_seq)
+    assert await next_attempts(RequestAttempts(log, SimpleNamespace(boot="me")), 1) == attempts  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("last", "left"), [(AttemptNote(), 0), (AttemptNote(7, 3), 2)])

@@ -76,7 +76,11 @@ GIVEN_UP = f"({CONSTANTS.max_attempts} attempts)"
 
 @asynccontextmanager
 async def folder() -> AsyncIterator[Path]:
-    """Yield a temporary folder for one run. It is kept if the run fails, and removed otherwise."""
+    """Yield a temporary folder for one run. It is kept if the run fails, and removed otherwise.
+
+    SIGTERM ends the run as Ctrl-C does, which stops the workers.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     path = Path(tempfile.mkdtemp(prefix="turnkeep-soak-"))
     try:
         yield path

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from attack import attack
 from cluster import campaign
@@ -61,6 +65,25 @@ async def test_a_short_soak_run_with_restarts_and_changes_of_the_model_answers_e
     assert (day.struck["restart"], day.struck["exchange"], len(day.rows)) == (2, 2, 10)
     assert verdict.answered == verdict.requests > 20
     assert not verdict.faults.total(), verdict.notes
+
+
+def test_a_program_that_sigterm_ends_leaves_no_process_and_says_where_its_files_are(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("day.py"))]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    assert running.stdout is not None
+    assert running.stdout.readline(), "its workers serve"
+    left = psutil.Process(running.pid).children(recursive=True)
+    assert len(left) > 2
+    running.terminate()
+    _, said = running.communicate(timeout=60)
+    assert f"what is left of the run is in {tmp_path}" in said.decode()
+    _, alive = psutil.wait_procs(left, timeout=10)
+    for one in alive:
+        one.kill()
+    assert not alive
 
 
 async def test_all_turns_of_a_long_session_are_answered_although_its_worker_is_killed(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import nats.errors
-from anyio import sleep
+from anyio import Event, sleep
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, words
@@ -83,6 +83,7 @@ class Owners:
         self._journal = journal
         self._intake = intake
         self._boots: OrderedDict[SessionKey, str] = OrderedDict()  # `Member.boot` of where a session was last
+        self._cut = Event()  # set once the connection was lost: it may have had an answer
 
     def is_me(self, member: Member) -> bool:
         """Whether `member` is this worker."""
@@ -108,8 +109,14 @@ class Owners:
             self._boots.popitem(last=False)
 
     def forget(self) -> None:
-        """Look all sessions up again: while the connection was lost, other workers may have taken some."""
+        """Look all sessions up again: while this worker was paused, other workers may have taken some."""
         self._boots.clear()
+
+    def reconnected(self) -> None:
+        """Look all sessions up again, and ask other workers again, as the connection was lost."""
+        self.forget()
+        self._cut.set()
+        self._cut = Event()
 
     def is_here(self, key: SessionKey) -> bool:
         """Whether a session belongs to this worker, as far as that is known without a look-up."""
@@ -212,21 +219,29 @@ class Owners:
     async def control(self, key: SessionKey, subject: str, body: bytes) -> bytes | None:
         """Return the owner's answer to a control request; None if this worker owns it, or on failure.
 
-        An owner that ends meanwhile, or is paused for so long that it counts as ended, is a failure.
+        An owner that ends meanwhile, or is paused for so long that it counts as ended, is a failure. After a
+        loss of the connection asks again: clients repeat these requests too.
         """
-        if self.is_here(key) or self.is_me(member := (await self.owner(key)).member):
-            return None
-        return await self._ask_while_known(member, "control", body, _CONTROL_S, {SUBJECT_HEADER: subject})
+        while not (self.is_here(key) or self.is_me(member := (await self.owner(key)).member)):
+            cut, headers = self._cut, {SUBJECT_HEADER: subject}
+            answer = await self._ask_while_known(member, "control", body, _CONTROL_S, headers)
+            if answer is not None or not cut.is_set():
+                return answer
+        return None
 
     async def _ask_while_known(
         self, member: Member, verb: str, body: bytes, timeout_s: float, headers: Any = None
     ) -> bytes | None:
-        """Ask another worker; return None if it does not answer, ends, or is paused so long as if it had."""
+        """Ask another worker; return None if it does not answer, ends, or is paused so long as if it had.
+
+        Also if the connection is lost meanwhile.
+        """
         answer: bytes | None = None
+        cut = self._cut
         async with task_group() as tasks:
 
             async def give_up() -> None:
-                while self._members.knows(member):  # noqa: ASYNC110
+                while self._members.knows(member) and not cut.is_set():  # noqa: ASYNC110
                     await sleep(_CHECK_S)
                 tasks.cancel_scope.cancel()
 

@@ -17,11 +17,15 @@ import psutil
 
 from turnkeep_client.errors import TurnkeepError
 from worker.batch.cpu import on_cpu
+from worker.models.known import memory_bytes
 from worker.process.formatting import size
+from worker.process.settings import SettingsError
 from worker.process.system_memory import droppable_bytes, left_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from worker.process.settings import Settings
 
 #: On a CPU: the share of the memory left after loading the weights that MLX may use for everything else.
 MEMORY_SHARE: Final = 0.6
@@ -145,6 +149,20 @@ def limit_active(limit_bytes: int) -> None:
     """On a GPU, make MLX wait for running evaluations before it allocates more than this limit."""
     if not on_cpu():
         mx.set_memory_limit(limit_bytes + profile().freed_bytes)
+
+
+def check_memory(settings: Settings) -> int:
+    """Return the bytes of memory of this machine, or of its CUDA device; refuse settings with more.
+
+    Raises `SettingsError`.
+    """
+    there = memory_bytes() if name() != "cuda" else int(mx.device_info().get("total_memory", 2**63))
+    for setting in ("memory", "device_memory"):
+        if (wanted := getattr(settings, setting)) is not None and wanted > there:
+            raise SettingsError(
+                f"{setting} is {size(wanted)}, and this machine has {size(there)} in all; lower it"
+            )
+    return there
 
 
 class MemoryLimit(NamedTuple):

@@ -55,10 +55,7 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress = 
         folder = folder_of(source, models_dir, dtype)  # from before: the file may be replaced meanwhile
         if folder.is_dir():
             return folder
-        file = gguf_file.read(source)
-        if not file.tensors:
-            raise ModelError(f"{source} has no tensors; it must be a whole model")
-        conversion = _prepare(file, _weight_dtype(dtype, file))
+        conversion = _prepare(source, dtype)
         models_dir.mkdir(parents=True, exist_ok=True)
         with _locked(models_dir):
             if not folder.is_dir():  # otherwise another process has just written it
@@ -69,6 +66,14 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress = 
     except OSError as error:
         raise ModelError(f"{source} cannot be converted into {models_dir}: {one_line(error)}") from None
     return folder
+
+
+def check_room(source: Path, data_dir: Path, *, dtype: str) -> None:
+    """Raise `ModelError` if `convert` would find no room in a data directory for a GGUF file's weights."""
+    try:
+        _check_room(_prepare(source, dtype), data_dir)
+    except OSError as error:
+        raise ModelError(f"{source} cannot be converted into {data_dir}: {one_line(error)}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +94,32 @@ class _Conversion:
         return self.itemsize * sum(tensor.num_values for tensor in self.names.values())
 
 
-def _prepare(file: GgufFile, dtype: WeightDtype) -> _Conversion:
+def _prepare(source: Path, dtype: str) -> _Conversion:
+    file = gguf_file.read(source)
+    if not file.tensors:
+        raise ModelError(f"{source} has no tensors; it must be a whole model")
+    weights = _weight_dtype(dtype, file)
     family = FAMILIES.get(file.architecture)
     if family is None:
         raise ModelError(unsupported(str(file.path), file.architecture, file.path.name))
     try:
         names = _names(file, family)
         tokenizer = gguf_tokenizer.build(file.fields, file.architecture)
-        config = _config(file, family, names, tokenizer, dtype)
+        config = _config(file, family, names, tokenizer, weights)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ModelError(
             f"{file.path} does not describe a {file.architecture} model: {one_line(error)}"
         ) from None
-    return _Conversion(file, family, dtype, config, tokenizer, names)
+    return _Conversion(file, family, weights, config, tokenizer, names)
+
+
+def _check_room(conversion: _Conversion, folder: Path) -> None:
+    free = shutil.disk_usage(folder).free
+    if conversion.num_bytes > free:
+        raise ModelError(
+            f"converting {conversion.file.path} needs {size(conversion.num_bytes)} in {folder};"
+            f" it has {size(free)}"
+        )
 
 
 def _names(file: GgufFile, family: GgufFamily) -> dict[str, GgufTensor]:
@@ -248,12 +266,7 @@ def _weight_dtype(dtype: str, file: GgufFile) -> WeightDtype:
 
 
 def _write(conversion: _Conversion, folder: Path, progress: Progress) -> None:
-    free = shutil.disk_usage(folder.parent).free
-    if conversion.num_bytes > free:
-        raise ModelError(
-            f"converting {conversion.file.path} needs {size(conversion.num_bytes)} in {folder.parent};"
-            f" it has {size(free)}"
-        )
+    _check_room(conversion, folder.parent)
     unfinished = folder.with_name(_UNFINISHED + folder.name)
     unfinished.mkdir()
     try:

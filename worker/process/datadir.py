@@ -39,7 +39,8 @@ _ADVICE: Final = {
     errno.EROFS: "its file system is read-only; choose another with --data-dir",
     errno.ENOSPC: "the disk is full; free some space, or choose another with --data-dir",
     errno.EDQUOT: "the disk quota is used up; free some space, or choose another with --data-dir",
-    errno.EEXIST: "there is a file in its place; remove it, or choose another with --data-dir",
+    errno.EEXIST: "there is a file in its place, or a link to what is not there; remove it, mount its disk,"
+    " or choose another with --data-dir",
     errno.ENOTDIR: "there is a file in its place; remove it, or choose another with --data-dir",
     errno.ENOLCK: "its file system has no locks; choose a local disk with --data-dir",
     errno.ENOTSUP: "its file system has no locks; choose a local disk with --data-dir",

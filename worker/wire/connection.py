@@ -49,7 +49,7 @@ async def connect(
     min_payload_bytes: int = 0,
     timeout_s: float = 5.0,
     on_reconnected: Callable[[], Awaitable[None]] | None = None,
-    on_closed: Callable[[], Awaitable[None]] | None = None,
+    on_closed: Callable[[str], Awaitable[None]] | None = None,
     **options: Any,
 ) -> Nats:
     """Connect to one of `urls` (joined by commas), check its JetStream, and reconnect for ever.
@@ -110,12 +110,13 @@ class _Watch:
         client: Client,
         shown: str,
         on_reconnected: Callable[[], Awaitable[None]] | None,
-        on_closed: Callable[[], Awaitable[None]] | None,
+        on_closed: Callable[[str], Awaitable[None]] | None,
     ) -> None:
         self.shown = shown
         self.is_connected = False
         self.failures: list[Exception] = []
-        self._said = ""
+        self._said = set[str]()  # the errors that were logged in this minute
+        self._minute_ends_s = 0.0
         self._client = client
         self._on_reconnected = on_reconnected
         self._on_closed = on_closed
@@ -128,10 +129,20 @@ class _Watch:
                 raise BrokerError(f"the NATS server at {self.shown} {why}")
         elif isinstance(error, nats.errors.SlowConsumerError):
             log.error("the worker reads too slowly; NATS messages were skipped", subject=error.subject)
+        elif (why := refusal(error)) is not None:
+            self._warn(f"the NATS server {why}")
         elif isinstance(error, OSError):
             log.debug("NATS is not back yet", error=_first_line(error))  # `disconnected` has logged it once
-        elif (text := _first_line(error)) != self._said:  # the client retries four times a second
-            self._said = text
+        else:
+            self._warn(_first_line(error))
+
+    def _warn(self, text: str) -> None:
+        """Log an error once a minute: the client retries often, and so do all who lack a right."""
+        if current_time() > self._minute_ends_s:
+            self._said.clear()
+            self._minute_ends_s = current_time() + 60
+        if text not in self._said:
+            self._said.add(text)
             log.warning("NATS error", error=text)
 
     async def disconnected(self) -> None:
@@ -139,14 +150,16 @@ class _Watch:
             log.warning("lost the connection to NATS; trying again", servers=self.shown)
 
     async def reconnected(self) -> None:
-        self._said = ""
+        self._said.clear()
         log.info("connected to NATS again", servers=self.shown)
         if self._on_reconnected:
             await self._on_reconnected()
 
     async def closed(self) -> None:
         if self.is_connected and self._on_closed:
-            await self._on_closed()
+            error = self._client.last_error
+            why = "has closed the connection; its log says why"
+            await self._on_closed(f"the NATS server {(error and refusal(error)) or why}")
 
 
 async def confirm_subscriptions(client: Client) -> None:

@@ -81,11 +81,22 @@ class LogRoom:
         raise refusal
 
     async def restore(self, *, lowers: bool) -> int:
-        """Return the log's limit; with `lowers`, undo raises of the stream's size."""
+        """Return the log's limit; with `lowers`, undo raises of the stream's size, also an operator's.
+
+        The setting is the only limit: one raised by hand would be lost at the next start of a worker, which
+        does not start if the log has more than its setting.
+        """
         config = (await self.ask("INFO"))["config"]
-        limit = _limit(config)
-        if lowers and config["max_bytes"] > open_bytes(limit):
-            await self.ask("UPDATE", {**config, "max_bytes": open_bytes(limit)})
+        limit, found = _limit(config), config["max_bytes"]
+        usual = open_bytes(limit)
+        if lowers and not 0 <= found <= usual:
+            if not 0 <= found <= limit:  # no worker raises it so far
+                told = (
+                    "max_bytes of the log was raised by hand, and is set back; to raise it, start a worker"
+                    " with a larger log_max_bytes"
+                )
+                log.warning(told, found=found, max_bytes=usual, log_max_bytes=limit)
+            await self.ask("UPDATE", {**config, "max_bytes": usual})
         return limit
 
     async def _make_room(self, size: int) -> bool:

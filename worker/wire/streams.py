@@ -42,6 +42,7 @@ DEDUPE_S: Final = 0.1
 
 _NAME_IN_USE: Final = 10058
 _SUBJECTS_OVERLAP: Final = 10065
+_MORE_SPACE: Final = "raise its JetStream storage limit, or lower --log-max-bytes"
 _NO_SPACE: Final = {10002, 10023, 10028, 10047}  # limits of the account and of the server
 
 #: The kinds of subjects of the log stream, besides images; `commit` is stored as `out`.
@@ -299,8 +300,8 @@ async def _set_up(js: JetStreamContext, stream: str, wanted: api.ConsumerConfig)
         found = None
     if found and await _is_ahead(js, stream):
         log.warning(
-            "the log has lost its last entries; all of its requests are looked at again, and turnkeep log"
-            " verify says what else is lost",
+            "the log has lost its last entries; all of its requests are looked at again, and turnkeep"
+            " sessions --verify says what else is lost",
             stream=stream,
         )
         await js.delete_consumer(stream, CONSUMER)
@@ -347,9 +348,11 @@ async def _explain(js: JetStreamContext, wanted: api.StreamConfig, error: Except
             f" {', '.join(sorted(owners))}; remove that stream, or choose another --prefix"
         )
     if code in _NO_SPACE:
+        in_memory = wanted.storage == api.StorageType.MEMORY
+        mend = "raise its JetStream memory limit, and the account's" if in_memory else _MORE_SPACE
         return (
             f"the NATS server has no room for the stream {wanted.name}, of {size(wanted.max_bytes or 0)};"
-            " raise its JetStream storage limit, or lower --log-max-bytes"
+            f" {mend}"
         )
     return f"the NATS server refuses the stream {wanted.name}: {reason(error)}"
 

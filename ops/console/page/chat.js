@@ -1,6 +1,6 @@
 /* The form of a chat: it asks a question, which the log keeps until a worker answers. */
 
-import { stem } from "./conversations.js";
+import { place } from "./conversations.js";
 import { exact, made, path, post, tell, toast } from "./dom.js";
 import { attachments } from "./images.js";
 
@@ -56,7 +56,7 @@ function counter(name) {
 }
 
 /* A draft of a conversation, whichever variant is shown, is kept by this browser until it is sent; `given` is null for a new chat. */
-const draft = (given) => `draft:${stem(given ?? "")}`;
+const draft = (given) => `draft:${given ? place(given) : ""}`;
 export const dropDraft = (name) => localStorage.removeItem(draft(name));
 function keepDraft(name, text) {
   try {

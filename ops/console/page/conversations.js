@@ -4,9 +4,11 @@ import { age, folding, get, made, tell } from "./dom.js";
 import { address } from "./sessions.js";
 
 /* What the names of a conversation's variants have in common. */
-export const stem = (name) => name.replace(/-v\d+$/, "").slice(0, 56);
+export const stem = (name) => name.replace(/--v\d+$/, "").slice(0, 56);
+/* Names a conversation in what this browser keeps: the consoles of several models have one origin. */
+export const place = (name) => `${location.pathname}${stem(name)}`;
 /* Titles that the user has given; this browser keeps them, the log has none. */
-const key = (name) => `title:${stem(name)}`;
+const key = (name) => `title:${place(name)}`;
 export const titled = (name) => localStorage.getItem(key(name));
 export function entitle(name, title) {
   if (title) localStorage.setItem(key(name), title); else localStorage.removeItem(key(name));
