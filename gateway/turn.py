@@ -280,11 +280,13 @@ def fault_of(error: TurnkeepError) -> Fault:
             return Fault(422, error.message, code="idempotency_key_reused")
         case RequestFailedError(code="cancelled"):
             return Fault(409, error.message, code="cancelled")
+        case ClientClosedError():  # the answer goes on
+            message = "the gateway has stopped, or its connection to the NATS server was closed"
+            message += "; send the request again"
+            return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_PAUSE_S)
         case NoWorkerError():
             missing = "NATS server can be reached" if isinstance(error, NoServerError) else "worker answers"
             message = f"no {missing}; `turnkeep serve` starts one"
-            if isinstance(error, ClientClosedError):  # the answer goes on
-                message = "the gateway's connection to the NATS server was closed; ask again"
             return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_START_S)
         case MessageTooLargeError():
             return Fault(413, str(error).partition(": send it")[0], code="request_too_large")

@@ -71,7 +71,7 @@ class DurableRead(Response):
         try:
             if self._skips:
                 await self._skip(feed)
-            await while_connected(receive, write(feed, send))
+            await while_connected(receive, write(feed, send), feed.stop)
         finally:
             self._conversations.abandon(feed)
 

@@ -149,10 +149,13 @@ class ResponseEvents(form.Events):
         """Encode the error that ends the stream, as two events: each client understands only one of them.
 
         Before the stream's first event, encode only `error`, which does not have the answer's id. The same
-        if no worker can be reached: a request in the log has not failed, and is answered later.
+        if no worker can be reached: a request in the log has not failed, and is answered later. Such an error
+        has the last event's number, behind which clients can resume.
         """
         written = b""
-        if self.num_events and fault.code != NO_WORKER:
+        if fault.code == NO_WORKER:
+            self.num_events = max(0, self.num_events - 1)
+        elif self.num_events:
             failed = _response(self._turn, self._id, self._created, [], fault=fault)
             written = self._event("response.failed", response=failed)
         told = {"code": fault.code, "message": fault.message, "param": fault.param, **openai.error(fault)}
