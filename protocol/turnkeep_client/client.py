@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .calls import Call, ResultFeeds, expect
-from .errors import InvalidMessageError, TurnkeepError
+from .errors import InvalidMessageError, RequestFailedError, TurnkeepError
 from .images import files_of
 from .log import Entry, entry
 from .messages import (
@@ -199,8 +200,8 @@ class Client:
         `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
         """
         given = [one if isinstance(one, str) else tuple(one) for one in inputs]
-        asked = [EmbedRequest(some, dimensions, input_tokens) for some in _divided(given)]
-        parts = [await self._control(Embedded, one, timeout_s) for one in asked]
+        asked = [(start, EmbedRequest(some, dimensions, input_tokens)) for start, some in _divided(given)]
+        parts = [await self._part(Embedded, *one, timeout_s) for one in asked]
         return Embedded(
             vectors=tuple(vector for part in parts for vector in part.vectors),
             tokens=tuple(num for part in parts for num in part.tokens),
@@ -221,8 +222,11 @@ class Client:
         For the options see `RerankRequest`. A long list is sent as several requests, each with the timeout
         `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
         """
-        asked = [RerankRequest(query, some, instruction, document_tokens) for some in _divided(documents)]
-        parts = [await self._control(Reranked, one, timeout_s) for one in asked]
+        asked = [
+            (start, RerankRequest(query, some, instruction, document_tokens))
+            for start, some in _divided(documents)
+        ]
+        parts = [await self._part(Reranked, *one, timeout_s) for one in asked]
         return Reranked(
             scores=tuple(score for part in parts for score in part.scores),
             tokens=tuple(num for part in parts for num in part.tokens),
@@ -289,6 +293,19 @@ class Client:
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
         return expect(kind, decode_control_reply(await self._wire.ask(subject, encode(request), timeout_s)))
 
+    async def _part(self, kind: type[_T], start: int, request: ControlRequest, timeout_s: float) -> _T:
+        """Ask about a part of a list that begins at `start`; an error has the number in the whole list."""
+        try:
+            return await self._control(kind, request, timeout_s)
+        except RequestFailedError as error:
+            message, field = (
+                re.sub(r"(?<=\w\[)\d+(?=\])", lambda found: str(start + int(found[0])), one, count=1)
+                for one in (error.message, error.field or "")
+            )
+            raise RequestFailedError(
+                error.code, message, retryable=error.retryable, field=field or None, limit=error.limit
+            ) from None
+
     async def load(self, model: str | None = None) -> str:
         """Load the prefix's model, or put `model`, another one on the worker's machine, in its place.
 
@@ -337,15 +354,17 @@ class Client:
         await self._wire.send(subject, encode(metrics), {})
 
 
-def _divided(inputs: Sequence[_Input]) -> Iterator[tuple[_Input, ...]]:
-    """Divide the inputs of an `embed` or a `rerank` into lists small enough for one request and its reply."""
-    part: list[_Input] = []
+def _divided(inputs: Sequence[_Input]) -> Iterator[tuple[int, tuple[_Input, ...]]]:
+    """Divide the inputs of an `embed` or a `rerank` into lists small enough for one request and its reply.
+
+    Yields each list with the number of its first input.
+    """
+    start = 0
     room = _EMBED_LENGTH
-    for one in inputs:
-        if part and (len(one) > room or len(part) == _EMBED_INPUTS):
-            yield tuple(part)
-            part, room = [], _EMBED_LENGTH
-        part.append(one)
+    for number, one in enumerate(inputs):
+        if number > start and (len(one) > room or number - start == _EMBED_INPUTS):
+            yield start, tuple(inputs[start:number])
+            start, room = number, _EMBED_LENGTH
         room -= len(one)
-    if part:
-        yield tuple(part)
+    if start < len(inputs):
+        yield start, tuple(inputs[start:])

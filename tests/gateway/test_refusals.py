@@ -15,7 +15,7 @@ import pytest
 
 from gateway.dialects.anthropic import common as anthropic
 from gateway.keys import Keys
-from gateway.turn import Fault, fault_of
+from gateway.turn import Fault, fault_of, renamed
 from ops.log.sessions import list_sessions
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.errors import (
@@ -106,8 +106,8 @@ async def test_health_and_models_are_served_and_unknown_paths_and_methods_are_re
         assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), path
 
 
-def failed(code: str, *, retryable: bool = False, limit: TokenLimit | None = None) -> RequestFailedError:
-    return RequestFailedError(code, "so many words", retryable=retryable, limit=limit)
+def failed(code: str, *, retryable: bool = False, **more: Any) -> RequestFailedError:
+    return RequestFailedError(code, "so many words", retryable=retryable, **more)
 
 
 LONG = "context_length_exceeded"
@@ -140,11 +140,17 @@ def test_each_error_maps_to_an_http_status_an_openai_code_and_an_anthropic_error
     said = anthropic.error(fault)["error"]
     assert said["type"] == kind
     if code != LONG:
-        assert said["message"] == fault.message
+        assert said["message"] == fault.sentence
     elif has_limit:
         assert said["message"] == "prompt is too long: 10 tokens > 9 maximum"
     else:
         assert said["message"].startswith("prompt is too long")
+
+
+def test_a_worker_that_names_a_message_names_none_of_the_clients_since_it_got_only_new_ones() -> None:
+    image = failed("invalid_request", field="messages[0].content[1]")
+    assert renamed(fault_of(image), {"messages": "input"}).param == "input"
+    assert fault_of(failed("invalid_request", field="tools[0].function")).param == "tools[0].function"
 
 
 @pytest.mark.process
@@ -289,7 +295,7 @@ TINY: list[Row] = [
     (COMPLETIONS, {"echo": True}, "echo is not supported", "echo"),
     (COMPLETIONS, {"prompt": [99_999]}, "vocabulary", "prompt"),
     (COMPLETIONS, {"prompt": "a b " * 9_000}, "However, your messages resulted in", "prompt"),
-    (MESSAGES, saying(7), "with a type", None),
+    (MESSAGES, saying(7), "messages[0].content[0]: a part of a content must be an object with a type", None),
     (MESSAGES, {"max_tokens": None}, "max_tokens: Field required", None),
     (
         MESSAGES,
@@ -303,6 +309,12 @@ TINY: list[Row] = [
     (COMPACT, {"input": 3}, "", "input"),
     (COMPACT, {"input": "a", "prompt": {"id": "b"}}, "", "prompt"),
     ("/api/generate", {"suffix": "end"}, "suffix is not supported", None),
+    (
+        "/api/chat",
+        {"model": "m", "messages": [{"role": "user", "images": ["zz"]}]},
+        "messages[0].images[0]: an image's data must be base64",
+        None,
+    ),
     (EMBEDDINGS, {"input": "a"}, "makes no embeddings", None),
     (RERANK, {"documents": ["a"]}, "Qwen/Qwen3-Reranker-0.6B", None),
 ]
