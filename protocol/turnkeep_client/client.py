@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Iterable, Sized
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, TypeVar
 
 from .calls import Call, ResultFeeds, expect
 from .errors import InvalidMessageError, RequestFailedError, TurnkeepError
@@ -42,14 +43,7 @@ from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, chec
 from .wire import Backlog, NatsWire
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        AsyncIterator,
-        Awaitable,
-        Callable,
-        Generator,
-        Iterator,
-        Sequence,
-    )
+    from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
     from typing import Self, Unpack
 
     from .messages import ControlRequest
@@ -92,8 +86,10 @@ def connect(
     open client that loses its connection reconnects without limit, and waiting calls continue. Connecting
     raises `NoServerError` once every server has refused the connection, or after `connect_timeout_s`;
     `NotPermittedError` if one refuses the credentials or TLS. A bad tenant or prefix raises
-    `InvalidMessageError`.
+    `InvalidMessageError`, and so does a URL that is no text.
     """
+    if not isinstance(url, str):
+        raise InvalidMessageError(f"the URL of the NATS servers must be text, not {type(url).__name__}")
     check_id("tenant", tenant)
     nats = NatsWire(Subjects(prefix))
     client = Client(nats, tenant, timeout_s, control_timeout_s)
@@ -199,7 +195,7 @@ class Client:
         For `input_tokens` see `EmbedRequest`. A long list is sent as several requests, each with the timeout
         `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
         """
-        given = [one if isinstance(one, str) else tuple(one) for one in inputs]
+        given: list[Any] = [tuple(one) if _is_list(one) else one for one in _listed("inputs", inputs)]
         asked = [(start, EmbedRequest(some, dimensions, input_tokens)) for start, some in _divided(given)]
         parts = [await self._part(Embedded, *one, timeout_s) for one in asked]
         return Embedded(
@@ -224,7 +220,7 @@ class Client:
         """
         asked = [
             (start, RerankRequest(query, some, instruction, document_tokens))
-            for start, some in _divided(documents)
+            for start, some in _divided(_listed("documents", documents))
         ]
         parts = [await self._part(Reranked, *one, timeout_s) for one in asked]
         return Reranked(
@@ -354,6 +350,17 @@ class Client:
         await self._wire.send(subject, encode(metrics), {})
 
 
+def _listed(name: str, inputs: Iterable[_T]) -> list[_T]:
+    """Return the inputs of a request as a list. Raises `InvalidMessageError` for a text and for no list."""
+    if not _is_list(inputs):
+        raise InvalidMessageError(f"{name} must be a list, not {type(inputs).__name__}")
+    return [*inputs]
+
+
+def _is_list(given: object) -> TypeGuard[Iterable[Any]]:
+    return isinstance(given, Iterable) and not isinstance(given, str)
+
+
 def _divided(inputs: Sequence[_Input]) -> Iterator[tuple[int, tuple[_Input, ...]]]:
     """Divide the inputs of an `embed` or a `rerank` into lists small enough for one request and its reply.
 
@@ -362,9 +369,10 @@ def _divided(inputs: Sequence[_Input]) -> Iterator[tuple[int, tuple[_Input, ...]
     start = 0
     room = _EMBED_LENGTH
     for number, one in enumerate(inputs):
-        if number > start and (len(one) > room or number - start == _EMBED_INPUTS):
+        size = len(one) if isinstance(one, Sized) else 1  # which the worker refuses
+        if number > start and (size > room or number - start == _EMBED_INPUTS):
             yield start, tuple(inputs[start:number])
             start, room = number, _EMBED_LENGTH
-        room -= len(one)
+        room -= size
     if start < len(inputs):
         yield start, tuple(inputs[start:])
