@@ -265,6 +265,7 @@ def test_packaged_converted_and_hub_models_are_listed_and_broken_folders_left_ou
     packaged, odd, strange, converted, hub = catalog.list_models(data_dir)
     assert (odd.name, odd.dtype, strange.name) == ("odd", "unknown", "strange")
     assert (packaged.name, packaged.origin) == ("SmolLM2-135M-Instruct.Q4_1", "packaged")
+    assert catalog.named("packaged", data_dir) == packaged, "as settings name it"
     assert (converted.name, converted.origin, converted.path, converted.dtype) == (
         "tiny",
         "converted",
