@@ -429,9 +429,13 @@ def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
     if "response_format" in given:
         given["response_format"] = as_format(given["response_format"])
     messages: Any = given.get("messages")
+    texts: list[Any] = [given.get("text")]
     if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping):
         messages = [*messages]
         given["messages"] = [one.sent or one if isinstance(one, Message) else one for one in messages]
+        texts += [one.get("content") for one in messages if isinstance(one, Mapping)]
+    if any(isinstance(one, bytes) for one in texts):  # which JSON would have in base64
+        raise InvalidMessageError("a text must be `str`, not `bytes`: decode it first")
     tag = kind.__struct_config__.tag
     if "id" in given:  # else a repeat would run again under a new id
         raise InvalidMessageError(f"{tag} takes no 'id' here: a request's id is the argument request_id")

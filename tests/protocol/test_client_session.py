@@ -145,6 +145,8 @@ INVALID: list[tuple[Callable[[Any], Any], str]] = [
     (lambda session: session.generate(messages="Hello."), r"^messages must be `array \| null`, not `str`"),
     (lambda session: session.generate(messages={"role": "user"}), r"^messages must be .*, not `object`"),
     (lambda session: session.generate(messages=7), r"^messages must be .*, not `int`"),
+    (lambda session: session.append(text=b"a"), "a text must be `str`, not `bytes`"),
+    (lambda session: session.generate(messages=[{"role": "user", "content": b"a"}]), "not `bytes`"),
     (lambda session: session.count(messages=b"a"), r"^messages must be .*, not `str`"),
     (lambda session: session.open(tags="ab"), "tags must be `array`, not `str`"),
 ]
