@@ -218,6 +218,9 @@ async def test_a_background_answer_runs_without_a_connection_and_replays_from_an
 
 async def test_a_background_answer_can_be_cancelled(served: Any) -> None:
     endless = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
+    with pytest.raises(openai.BadRequestError, match=f"{endless.id}' is in progress") as refused:
+        await served.openai.responses.create(input="On.", previous_response_id=endless.id, **options(4))
+    assert (refused.value.code, refused.value.param) == (None, "previous_response_id")
     cancelled = await served.openai.responses.cancel(endless.id)
     assert (await ended(served, endless.id, "cancelled")) == cancelled
     assert await served.openai.responses.cancel(endless.id) == cancelled
@@ -229,6 +232,8 @@ async def test_a_background_answer_can_be_cancelled(served: Any) -> None:
 async def test_a_failed_background_answer_returns_its_error_whole_and_as_a_stream(served: Any) -> None:
     failed = await served.openai.responses.create(input="word " * 30_000, background=True, **options(8))
     found = await ended(served, failed.id, "failed")
+    with pytest.raises(openai.BadRequestError, match=f"{failed.id}' has failed"):
+        await served.openai.responses.create(input="On.", previous_response_id=failed.id, **options(4))
     assert "maximum context length" in found.error.message
     for more in ({}, {"starting_after": 1}, {"starting_after": 40}):
         stream = await served.openai.get(
