@@ -246,6 +246,19 @@ async def test_a_failed_background_answer_returns_its_error_whole_and_as_a_strea
         assert [one["sequence_number"] for one in told] == [*range(first, first + len(told))]
 
 
+async def test_a_failed_answer_of_the_log_names_the_field_as_its_api_does(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    form = {"type": "json_schema", "name": "a", "schema": {"type": "wat"}, "strict": True}
+    begun = await served.openai.responses.create(
+        input="Begin.", background=True, text={"format": form}, **options(4)
+    )
+    found = await ended(served, begun.id, "failed")
+    assert found.error.message.startswith("text.format cannot be followed")
+    durable = (await http.get(f"/v1/responses/{begun.id}/stream")).json()
+    assert durable[-1]["error"]["param"] == "text.format"
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_a_stream_request_that_the_full_log_refuses_returns_an_error_without_an_id(
     worker: Any, served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_late: bool

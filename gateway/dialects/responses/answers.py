@@ -11,8 +11,10 @@ import msgspec
 from gateway import form
 from gateway.dialects.anthropic.common import event, signature
 from gateway.dialects.openai import common as openai
-from gateway.turn import ALL_THAT_FITS, NO_WORKER, fault_of
+from gateway.turn import ALL_THAT_FITS, NO_WORKER, fault_of, renamed
 from turnkeep_client.messages import Generated
+
+from .requests import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +62,7 @@ def described(
     """Return the JSON body of an answer: with its result, with its failure, or (None) as one that runs."""
     if isinstance(result, Generated):
         return whole(turn, answer_id, created, [result])
-    fault = fault_of(result.as_error()) if result is not None else None
+    fault = None if result is None else renamed(fault_of(result.as_error()), NAMES)
     return _response(turn, answer_id, created, [], fault=fault)
 
 
