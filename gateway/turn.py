@@ -265,14 +265,15 @@ def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
     """Give a fault's field, in `param` and in the sentence, the dialect's name; return the fault.
 
     `names` may have paths of fields; of those that a field's path begins with, the longest counts. Without a
-    field it is about the messages. Changes only faults of an invalid request (400).
+    field it is about the messages; if `names` has these, the client's have other numbers, and none is named.
+    Changes only faults of an invalid request (400).
     """
     if fault.status == 400 and fault.kind == "invalid_request_error":
         path = fault.param or "messages"
         begins = [path[: one.start()] for one in re.finditer(r"[.\[]|$", path)]
         ours = next((one for one in reversed(begins) if one in names), begins[0])
         theirs = names.get(ours, ours)
-        fault.param = theirs + path[len(ours) :]
+        fault.param = theirs if ours in names and ours == "messages" else theirs + path[len(ours) :]
         if fault.code is None:  # else the sentence has words that agents look for
             fault.message = re.sub(rf"\b{re.escape(ours)}\b", lambda _: theirs, fault.message, count=1)
     return fault
@@ -284,9 +285,7 @@ def fault_of(error: TurnkeepError) -> Fault:
         case RequestFailedError(code="context_exceeded" | "memory_exceeded"):
             return _too_long(error.message, error.limit)
         case RequestFailedError(code="invalid_request"):
-            # The worker gets only new messages: their numbers are not the client's.
-            of_messages = (error.field or "").startswith("messages[")
-            return refused(error.message, "messages" if of_messages else error.field)
+            return refused(error.message, error.field)
         case RequestFailedError(code="overloaded"):
             return Fault(
                 429,

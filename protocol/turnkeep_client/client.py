@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Sized
 from typing import TYPE_CHECKING, Any, Final, TypeGuard, TypeVar
 
@@ -289,18 +288,15 @@ class Client:
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
         return expect(kind, decode_control_reply(await self._wire.ask(subject, encode(request), timeout_s)))
 
-    async def _part(self, kind: type[_T], start: int, request: ControlRequest, timeout_s: float) -> _T:
-        """Ask about a part of a list that begins at `start`; an error has the number in the whole list."""
+    async def _part(
+        self, kind: type[_T], start: int, request: EmbedRequest | RerankRequest, timeout_s: float
+    ) -> _T:
+        """Ask about a part of a list that begins at `start`."""
         try:
             return await self._control(kind, request, timeout_s)
         except RequestFailedError as error:
-            message, field = (
-                re.sub(r"(?<=\w\[)\d+(?=\])", lambda found: str(start + int(found[0])), one, count=1)
-                for one in (error.message, error.field or "")
-            )
-            raise RequestFailedError(
-                error.code, message, retryable=error.retryable, field=field or None, limit=error.limit
-            ) from None
+            name = "inputs" if isinstance(request, EmbedRequest) else "documents"
+            raise error.behind(start, name) from None
 
     async def load(self, model: str | None = None) -> str:
         """Load the prefix's model, or put `model`, another one on the worker's machine, in its place.

@@ -14,6 +14,8 @@ import httpx2
 import pytest
 
 from gateway.dialects.anthropic import common as anthropic
+from gateway.dialects.anthropic import messages
+from gateway.dialects.responses import requests as responses
 from gateway.keys import Keys
 from gateway.turn import Fault, fault_of, renamed
 from ops.log.sessions import list_sessions
@@ -147,10 +149,18 @@ def test_each_error_maps_to_an_http_status_an_openai_code_and_an_anthropic_error
         assert said["message"].startswith("prompt is too long")
 
 
-def test_a_worker_that_names_a_message_names_none_of_the_clients_since_it_got_only_new_ones() -> None:
-    image = failed("invalid_request", field="messages[0].content[1]")
-    assert renamed(fault_of(image), {"messages": "input"}).param == "input"
-    assert fault_of(failed("invalid_request", field="tools[0].function")).param == "tools[0].function"
+def test_a_worker_that_names_a_message_names_it_by_the_number_that_the_client_knows_or_by_none() -> None:
+    """The worker gets only new messages; of some APIs, one message of the client is several."""
+    error = failed("invalid_request", field="messages[0].content[1]").behind(4, "messages")
+    for names, param in (
+        ({}, "messages[4].content[1]"),
+        (responses.NAMES, "input"),
+        (messages.NAMES, "messages"),
+    ):
+        assert renamed(fault_of(error), names).param == param
+    assert failed("invalid_request", field="tools[0].function").behind(4, "messages").field == (
+        "tools[0].function"
+    )
 
 
 @pytest.mark.process

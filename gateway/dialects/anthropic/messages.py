@@ -40,6 +40,7 @@ _BILLING: Final = re.compile(r"x-anthropic-billing-header[^\n]*\n*")
 #: This API's names of fields, by the protocol's names.
 NAMES: Final = {
     **{name: one.name_in("anthropic") for name, one in OPTIONS.items()},
+    "messages": "messages",
     "reasoning.budget": "thinking.budget_tokens",
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format",
