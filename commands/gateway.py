@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from .flags import GivenSettings
 
 #: How long a server that stops waits for running answers. Their clients can send the request again later.
+#: One beside a worker stops with it: no answer goes on.
 _DRAIN_S: Final = 10
+_DRAIN_BESIDE_S: Final = 1
 
 
 @click.command()
@@ -117,7 +119,7 @@ async def _serve(
         name=f"{default_worker()[:50]}-{listener.getsockname()[1]}",
         **asked,
     )
-    running = server(gateway.app, _DRAIN_S)
+    running = server(gateway.app, _DRAIN_BESIDE_S if until_eof else _DRAIN_S)
     if until_eof:
         end_at_eof(running)
     async with gateway.open(lambda: running.should_exit):

@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import ClientClosedError, TurnkeepError
 
 from .connections import Connections
 from .dialects.anthropic.routes import DIALECT as ANTHROPIC
@@ -46,10 +46,6 @@ if TYPE_CHECKING:
 DIALECTS: Final = (OPENAI, ANTHROPIC, RESPONSES, OLLAMA, COHERE)
 MAX_BODY_BYTES: Final = 32 * 2**20
 _PUBLISH_S: Final = 5.0
-
-_STOPPED: Final = Fault(
-    503, "the gateway has stopped; send the request again", kind="server_error", retry_after_s=1.0
-)
 
 #: The page has no scripts, and loads nothing.
 _PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
@@ -200,7 +196,7 @@ def _until_stopped(app: ASGIApp, errors: Errors) -> ASGIApp:
             await app(scope, receive, sending)
         except asyncio.CancelledError:
             if not has_begun:
-                response = await errors.answer(Request(scope), _STOPPED)
+                response = await errors.answer(Request(scope), ClientClosedError())
                 await response(scope, receive, send)
             raise
 

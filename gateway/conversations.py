@@ -316,11 +316,15 @@ class Conversations:
                 feed.note = first.note if first else feed.note
             self._begin(feed)
             tell(Receipt())
-        async for chunk in generation:
-            tell(chunk)
+        try:
+            async for chunk in generation:
+                tell(chunk)
+            result = generation.result
+        except RequestFailedError as error:
+            raise error.behind(plan.num_known, "messages") from None
         if asked.state == "running":
-            self.index.answer(asked, generation.result)
-        return _with_appended(generation.result, appended)
+            self.index.answer(asked, result)
+        return _with_appended(result, appended)
 
     def _release(self, turn: ClientTurn, session: IndexedSession, *, stays: bool) -> None:
         """Close a turn's session if no later turn can continue it."""
@@ -341,7 +345,10 @@ class Conversations:
                 raise RequestFailedError("expired", "its client has gone away", retryable=True)
             num_known = plan.num_known + len(piece)
             rendering = {} if results else _rendering(plan.options)
-            results.append(await self._append_piece(plan, plan.known[num_known], piece, rendering))
+            try:
+                results.append(await self._append_piece(plan, plan.known[num_known], piece, rendering))
+            except RequestFailedError as error:
+                raise error.behind(plan.num_known, "messages") from None
             plan = plan._replace(num_known=num_known, position=results[-1].position)
         return plan, results
 

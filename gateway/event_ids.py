@@ -108,12 +108,13 @@ class ResumedEvents:
         return self._marked(self._events.end(results))
 
     def error(self, fault: Fault) -> bytes:
-        """Encode the error event that ends the stream. It is never left out."""
+        """Encode the error event that ends the stream. It is never left out.
+
+        It has no id: clients resume behind the last event of the answer.
+        """
         if self._numbered is not None:
-            self._at = max(self._at, self._after)
-            self._numbered.num_events = self._at.num_events
-        self._is_known = False
-        return self._marked(self._events.error(fault))
+            self._numbered.num_events = max(self._at, self._after).num_events
+        return self._events.error(fault)
 
     def _part(self, index: int, part: Chunk) -> bytes:
         if self._is_known and not self._at.covers(self._after):

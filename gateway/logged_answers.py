@@ -145,13 +145,16 @@ def continued(turn: ClientTurn, before: LoggedAnswer | None) -> ClientTurn:
     Instructions apply to one request only, so the earlier request's are left out. Raises `Fault` if the log
     does not have the whole conversation, or no result of the answer.
     """
-    result = before.result if before is not None and before.note.has_messages else None
-    if before is None or before.turn.messages is None or not isinstance(result, Generated):
+    if before is None or not before.note.has_messages or before.turn.messages is None:
         raise refused(
             f"Previous response with id '{turn.previous}' not found.",
             "previous_response_id",
             "previous_response_not_found",
         )
+    result = before.result
+    if not isinstance(result, Generated):
+        state = "is in progress" if result is None else "has failed"
+        raise refused(f"Previous response with id '{turn.previous}' {state}.", "previous_response_id")
     answer = (answer_message(result),) if result.tokens else ()  # it may be cancelled before its first token
     earlier = (*before.turn.messages, *answer)[bool(before.turn.asked.get("instructions")) :]
     at, own = int(bool(turn.asked.get("instructions"))), turn.messages or ()

@@ -24,7 +24,7 @@ from turnkeep_client.errors import (
     TurnkeepError,
 )
 from turnkeep_client.explain import field_of
-from turnkeep_client.messages import Generate
+from turnkeep_client.messages import TOOL_NAME_RULE, Generate, ToolFunction
 from turnkeep_client.session import build
 
 if TYPE_CHECKING:
@@ -143,6 +143,12 @@ class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in 
         self.retry_after_s = retry_after_s
 
     @property
+    def sentence(self) -> str:
+        """The message, with the name of the wrong field, for APIs whose errors have no place for it."""
+        is_named = self.param is None or self.param in self.message
+        return self.message if is_named else f"{self.param}: {self.message}"
+
+    @property
     def headers(self) -> dict[str, str]:
         """HTTP headers of the error: `retry-after`, if the client should send the request again."""
         return {} if self.retry_after_s is None else {"retry-after": str(math.ceil(self.retry_after_s))}
@@ -246,18 +252,30 @@ def check(turn: ClientTurn, names: Mapping[str, str]) -> ClientTurn:
     return turn
 
 
+def as_tool(function: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a function, at the path `where` of the request, as a tool. Raises `Fault` for its name."""
+    try:
+        msgspec.convert(function, ToolFunction)
+    except msgspec.ValidationError:  # dialects have checked the other fields
+        raise refused(f"{where}.name must be {TOOL_NAME_RULE}", f"{where}.name") from None
+    return {"type": "function", "function": function}
+
+
 def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
     """Give a fault's field, in `param` and in the sentence, the dialect's name; return the fault.
 
-    Without a field it is about the messages. Changes only faults of an invalid request (400).
+    `names` may have paths of fields; of those that a field's path begins with, the longest counts. Without a
+    field it is about the messages; if `names` has these, the client's have other numbers, and none is named.
+    Changes only faults of an invalid request (400).
     """
     if fault.status == 400 and fault.kind == "invalid_request_error":
-        name = fault.param or "messages"
-        field = re.split(r"[.\[]", name, maxsplit=1)[0]
-        theirs = names.get(field, field)
-        fault.param = theirs + name[len(field) :]
+        path = fault.param or "messages"
+        begins = [path[: one.start()] for one in re.finditer(r"[.\[]|$", path)]
+        ours = next((one for one in reversed(begins) if one in names), begins[0])
+        theirs = names.get(ours, ours)
+        fault.param = theirs if ours in names and ours == "messages" else theirs + path[len(ours) :]
         if fault.code is None:  # else the sentence has words that agents look for
-            fault.message = re.sub(rf"\b{re.escape(field)}\b", lambda _: theirs, fault.message, count=1)
+            fault.message = re.sub(rf"\b{re.escape(ours)}\b", lambda _: theirs, fault.message, count=1)
     return fault
 
 
@@ -280,11 +298,13 @@ def fault_of(error: TurnkeepError) -> Fault:
             return Fault(422, error.message, code="idempotency_key_reused")
         case RequestFailedError(code="cancelled"):
             return Fault(409, error.message, code="cancelled")
+        case ClientClosedError():  # the answer goes on
+            message = "the gateway has stopped, or its connection to the NATS server was closed"
+            message += "; send the request again"
+            return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_PAUSE_S)
         case NoWorkerError():
             missing = "NATS server can be reached" if isinstance(error, NoServerError) else "worker answers"
             message = f"no {missing}; `turnkeep serve` starts one"
-            if isinstance(error, ClientClosedError):  # the answer goes on
-                message = "the gateway's connection to the NATS server was closed; ask again"
             return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_START_S)
         case MessageTooLargeError():
             return Fault(413, str(error).partition(": send it")[0], code="request_too_large")

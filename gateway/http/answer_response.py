@@ -42,6 +42,8 @@ SHOWN: Final = ("x-turnkeep-session", "x-turnkeep-explain", *IDS)
 _PATIENCE_S: Final = 1.0
 #: The pause before a heartbeat.
 _HEARTBEAT_S: Final = 5.0
+#: How long a cancelled response has to send its error.
+_LAST_S: Final = 1.0
 #: The heartbeat before the first event, in streams of server-sent events.
 _COMMENT: Final = b": the log does not have the request yet\n"
 _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
@@ -105,7 +107,7 @@ class AnswerResponse(Response):
     async def _answer(self, receive: Receive, send: Send) -> None:
         self._feed = feed = self._begin()
         try:
-            await while_connected(receive, self._write(feed, send))
+            await while_connected(receive, self._write(feed, send), feed.stop)
         finally:
             if feed.stays and not self._is_over:
                 self._conversations.beside(self._drain(feed, self._accounting.running.pop_all()))
@@ -298,12 +300,22 @@ class AnswerResponse(Response):
         await send(_part(written, more=False))
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """Await `work` and return its result; cancel it and return None if the client disconnects first."""
+async def while_connected(
+    receive: Receive, work: Coroutine[Any, Any, _T], stop: Callable[[], None] | None = None
+) -> _T | None:
+    """Await `work` and return its result; cancel it and return None if the client disconnects first.
+
+    If this is cancelled, as by a server that stops, `stop` is called, and `work` has a moment to end.
+    """
     working, leaving = asyncio.create_task(work), asyncio.create_task(_departure(receive))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
+    except asyncio.CancelledError:
+        if stop is not None:
+            stop()
+            await asyncio.wait([working], timeout=_LAST_S)
+        raise
     finally:
         for task in (working, leaving):
             task.cancel()

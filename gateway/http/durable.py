@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from gateway.event_ids import ResumedEvents, behind_number
 from gateway.form import EVENT_STREAM
-from gateway.turn import fault_of, number_in, refused
+from gateway.turn import fault_of, number_in, refused, renamed
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
@@ -51,6 +51,7 @@ class DurableRead(Response):
         super().__init__()
         self._conversations, answer = kept
         self._answer = answer
+        self._names = form.names
         self._live = query.get("live", "")
         self._skips = query.get("offset") == "now"
         self._num_known = 0 if query.get("offset") in {"-1", "now"} else number_in(query, "offset") or 0
@@ -71,7 +72,7 @@ class DurableRead(Response):
         try:
             if self._skips:
                 await self._skip(feed)
-            await while_connected(receive, write(feed, send))
+            await while_connected(receive, write(feed, send), feed.stop)
         finally:
             self._conversations.abandon(feed)
 
@@ -145,7 +146,7 @@ class DurableRead(Response):
                 self._is_cut = True
             case TurnkeepError():
                 self._is_closed = True
-                return self._events.error(fault_of(event))
+                return self._events.error(renamed(fault_of(event), self._names))
         return b""
 
     def _new(self, written: bytes) -> list[bytes]:

@@ -19,8 +19,8 @@ from gateway import images, logged_answers, models
 from gateway.answer_lookup import AnswerLookup, after, own_id
 from gateway.form import EVENT_STREAM
 from gateway.models import Models
-from gateway.turn import SNAPSHOTS, refused, warning_header
-from turnkeep_client.errors import NoWorkerError
+from gateway.turn import SNAPSHOTS, fault_of, refused, renamed, warning_header
+from turnkeep_client.errors import NoWorkerError, TurnkeepError
 
 from . import bodies
 from .answer_response import Accounting, AnswerResponse, unless_left
@@ -152,7 +152,10 @@ class Handlers:
             conversations = await self._connections.of(key.tenant, self.listing.chosen(body))
             turn = await self._turn(key.tenant, form, body)
             sees = (await conversations.latest.worker(patience_s=self._patience_s)).vision
-            counted = {**form.counted, "input_tokens": await conversations.count(turn)}
+            try:
+                counted = {**form.counted, "input_tokens": await conversations.count(turn)}
+            except TurnkeepError as error:
+                raise renamed(fault_of(error), form.names) from None
             return as_json(counted, more=warning_header(images.true_warnings(turn.warnings, sees=sees)))
 
     async def ask(

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Iterable, Sized
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, TypeVar
 
 from .calls import Call, ResultFeeds, expect
-from .errors import InvalidMessageError, TurnkeepError
+from .errors import InvalidMessageError, RequestFailedError, TurnkeepError
 from .images import files_of
 from .log import Entry, entry
 from .messages import (
@@ -41,14 +42,7 @@ from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, chec
 from .wire import Backlog, NatsWire
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        AsyncIterator,
-        Awaitable,
-        Callable,
-        Generator,
-        Iterator,
-        Sequence,
-    )
+    from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
     from typing import Self, Unpack
 
     from .messages import ControlRequest
@@ -91,8 +85,10 @@ def connect(
     open client that loses its connection reconnects without limit, and waiting calls continue. Connecting
     raises `NoServerError` once every server has refused the connection, or after `connect_timeout_s`;
     `NotPermittedError` if one refuses the credentials or TLS. A bad tenant or prefix raises
-    `InvalidMessageError`.
+    `InvalidMessageError`, and so does a URL that is no text.
     """
+    if not isinstance(url, str):
+        raise InvalidMessageError(f"the URL of the NATS servers must be text, not {type(url).__name__}")
     check_id("tenant", tenant)
     nats = NatsWire(Subjects(prefix))
     client = Client(nats, tenant, timeout_s, control_timeout_s)
@@ -198,9 +194,9 @@ class Client:
         For `input_tokens` see `EmbedRequest`. A long list is sent as several requests, each with the timeout
         `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
         """
-        given = [one if isinstance(one, str) else tuple(one) for one in inputs]
-        asked = [EmbedRequest(some, dimensions, input_tokens) for some in _divided(given)]
-        parts = [await self._control(Embedded, one, timeout_s) for one in asked]
+        given: list[Any] = [tuple(one) if _is_list(one) else one for one in _listed("inputs", inputs)]
+        asked = [(start, EmbedRequest(some, dimensions, input_tokens)) for start, some in _divided(given)]
+        parts = [await self._part(Embedded, *one, timeout_s) for one in asked]
         return Embedded(
             vectors=tuple(vector for part in parts for vector in part.vectors),
             tokens=tuple(num for part in parts for num in part.tokens),
@@ -221,8 +217,11 @@ class Client:
         For the options see `RerankRequest`. A long list is sent as several requests, each with the timeout
         `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
         """
-        asked = [RerankRequest(query, some, instruction, document_tokens) for some in _divided(documents)]
-        parts = [await self._control(Reranked, one, timeout_s) for one in asked]
+        asked = [
+            (start, RerankRequest(query, some, instruction, document_tokens))
+            for start, some in _divided(_listed("documents", documents))
+        ]
+        parts = [await self._part(Reranked, *one, timeout_s) for one in asked]
         return Reranked(
             scores=tuple(score for part in parts for score in part.scores),
             tokens=tuple(num for part in parts for num in part.tokens),
@@ -294,6 +293,16 @@ class Client:
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
         return expect(kind, decode_control_reply(await self._wire.ask(subject, encode(request), timeout_s)))
 
+    async def _part(
+        self, kind: type[_T], start: int, request: EmbedRequest | RerankRequest, timeout_s: float
+    ) -> _T:
+        """Ask about a part of a list that begins at `start`."""
+        try:
+            return await self._control(kind, request, timeout_s)
+        except RequestFailedError as error:
+            name = "inputs" if isinstance(request, EmbedRequest) else "documents"
+            raise error.behind(start, name) from None
+
     async def load(self, model: str | None = None) -> str:
         """Load the prefix's model, or put `model`, another one on the worker's machine, in its place.
 
@@ -342,15 +351,29 @@ class Client:
         await self._wire.send(subject, encode(metrics), {})
 
 
-def _divided(inputs: Sequence[_Input]) -> Iterator[tuple[_Input, ...]]:
-    """Divide the inputs of an `embed` or a `rerank` into lists small enough for one request and its reply."""
-    part: list[_Input] = []
+def _listed(name: str, inputs: Iterable[_T]) -> list[_T]:
+    """Return the inputs of a request as a list. Raises `InvalidMessageError` for a text and for no list."""
+    if not _is_list(inputs):
+        raise InvalidMessageError(f"{name} must be a list, not {type(inputs).__name__}")
+    return [*inputs]
+
+
+def _is_list(given: object) -> TypeGuard[Iterable[Any]]:
+    return isinstance(given, Iterable) and not isinstance(given, str)
+
+
+def _divided(inputs: Sequence[_Input]) -> Iterator[tuple[int, tuple[_Input, ...]]]:
+    """Divide the inputs of an `embed` or a `rerank` into lists small enough for one request and its reply.
+
+    Yields each list with the number of its first input.
+    """
+    start = 0
     room = _EMBED_LENGTH
-    for one in inputs:
-        if part and (len(one) > room or len(part) == _EMBED_INPUTS):
-            yield tuple(part)
-            part, room = [], _EMBED_LENGTH
-        part.append(one)
-        room -= len(one)
-    if part:
-        yield tuple(part)
+    for number, one in enumerate(inputs):
+        size = len(one) if isinstance(one, Sized) else 1  # which the worker refuses
+        if number > start and (size > room or number - start == _EMBED_INPUTS):
+            yield start, tuple(inputs[start:number])
+            start, room = number, _EMBED_LENGTH
+        room -= size
+    if start < len(inputs):
+        yield start, tuple(inputs[start:])

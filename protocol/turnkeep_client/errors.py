@@ -5,6 +5,7 @@ Knows nothing of the causes of errors in a worker.
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal, get_args
 
 from msgspec import Struct
@@ -90,6 +91,20 @@ class RequestFailedError(TurnkeepError):
         self.retryable = retryable
         self.field = field
         self.limit = limit
+
+    def behind(self, start: int, name: str) -> RequestFailedError:
+        """Return this error about a part of the list `name`, with the number that an item has in all of it.
+
+        The part begins at `start`.
+        """
+        number = re.compile(rf"(?<=\b{name}\[)\d+")
+        message, field = (
+            number.sub(lambda found: str(start + int(found[0])), one, count=1)
+            for one in (self.message, self.field or "")
+        )
+        return RequestFailedError(
+            self.code, message, retryable=self.retryable, field=field or None, limit=self.limit
+        )
 
 
 class NoWorkerError(TurnkeepError):

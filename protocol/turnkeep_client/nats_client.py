@@ -24,6 +24,8 @@ import nats.errors
 from nats.aio.client import Client
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from nats.aio.msg import Msg
 
 _LINE_END: Final = b"\r\n"
@@ -33,6 +35,8 @@ _CLOSE_S: Final = 2.0
 #: A server counts as lost if nothing has come from it while this many pings, `PING_S` apart, were sent.
 PING_S: Final = 5.0
 NUM_PINGS: Final = 3
+#: Why a server closes a connection that it has just accepted.
+_FULL: Final = "the server closed the connection at once, as one does that has none left (max_connections)"
 #: asyncio's warning at the end of every TLS connection of nats-py, which begins without TLS.
 _NO_NEWS: Final = "returning true from eof_received() has no effect when using ssl"
 
@@ -167,6 +171,9 @@ class Nats(Client):
         transport.readline = answer
         try:
             await super()._process_connect_init()
+        except (BrokenPipeError, ConnectionResetError):
+            # It has written why behind its INFO, which cannot be read any more once a write has failed.
+            raise NatsError(_FULL) from None
         finally:
             transport.readline = readline
 
@@ -179,14 +186,16 @@ class Nats(Client):
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         # Else a silent server would keep a connection with bytes to write open, and its program from ending.
         transport: Any = self._transport
-        drain = getattr(transport, "drain", None)
 
-        async def drained() -> None:
-            with contextlib.suppress(OSError):  # it was aborted; nats-py would not call its callbacks
-                await drain()  # type: ignore[misc]
+        def quiet(call: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
+            async def called() -> None:
+                with contextlib.suppress(OSError):  # it is lost; nats-py would report that instead
+                    await call()
 
-        if drain is not None:
-            transport.drain = drained
+            return called
+
+        if transport is not None:
+            transport.drain, transport.wait_closed = quiet(transport.drain), quiet(transport.wait_closed)
         ending = asyncio.get_running_loop().call_later(_CLOSE_S, self._abort)
         try:
             await super()._close(status, do_cbs)

@@ -41,6 +41,9 @@ class ToolCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     function: Function
 
 
+TOOL_NAME_RULE: Final = "1 to 128 of the characters A-Z a-z 0-9 _ . -"
+
+
 class ToolFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A function that a model may call; `parameters` is a JSON schema of an object."""
 
@@ -48,7 +51,7 @@ class ToolFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_default
         str,
         Meta(
             pattern=r"^[A-Za-z0-9_.\-]{1,128}$",
-            extra_json_schema={"description": "1 to 128 of the characters A-Z a-z 0-9 _ . -"},
+            extra_json_schema={"description": TOOL_NAME_RULE},
         ),
     ]
     description: str | None = None

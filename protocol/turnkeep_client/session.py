@@ -6,7 +6,7 @@ Builds the requests and gives their results types; `calls` and `generation` send
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
@@ -114,7 +114,7 @@ class Session:
         which `turnkeep sessions` finds it.
         """
         asked = self._cache if cache is None and fork_of is None else cache and _fields(cache)
-        request = build(Open, request_id, cache=asked, tags=list(tags), **{"from": fork_of})
+        request = build(Open, request_id, cache=asked, tags=tags, **{"from": fork_of})
         opened = expect(Opened, await self._call(request, timeout_s))
         self._is_begun = True
         return opened
@@ -428,9 +428,14 @@ def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
     given = {name: value for name, value in fields.items() if value is not None}
     if "response_format" in given:
         given["response_format"] = as_format(given["response_format"])
-    messages = given.get("messages")
-    if messages is not None:
+    messages: Any = given.get("messages")
+    texts: list[Any] = [given.get("text")]
+    if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping):
+        messages = [*messages]
         given["messages"] = [one.sent or one if isinstance(one, Message) else one for one in messages]
+        texts += [one.get("content") for one in messages if isinstance(one, Mapping)]
+    if any(isinstance(one, bytes) for one in texts):  # which JSON would have in base64
+        raise InvalidMessageError("a text must be `str`, not `bytes`: decode it first")
     tag = kind.__struct_config__.tag
     if "id" in given:  # else a repeat would run again under a new id
         raise InvalidMessageError(f"{tag} takes no 'id' here: a request's id is the argument request_id")

@@ -43,14 +43,14 @@ _PREFIX = re.compile(r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(?![\s\S])")
 
 def check_id(what: str, value: str) -> str:
     """Return `value` if it is a valid id, else raise `InvalidMessageError` naming `what`."""
-    if not _ID.match(value):
+    if not (isinstance(value, str) and _ID.match(value)):
         raise InvalidMessageError(f"{what} {value!r} is not valid: it must be {ID_RULE}")
     return value
 
 
 def check_prefix(value: str) -> str:
     """Return `value` if it can start a subject, else raise `InvalidMessageError`."""
-    if not _PREFIX.match(value):
+    if not (isinstance(value, str) and _PREFIX.match(value)):
         raise InvalidMessageError(
             f"subject prefix {value!r} is not valid: it must be words of A-Z a-z 0-9 _ - joined by dots"
         )

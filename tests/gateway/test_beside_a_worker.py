@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
+from crafted import LETTERS
 from parts import free_port
 
 from tests.gateway.test_command import launched
@@ -55,6 +58,24 @@ async def test_a_gateway_started_by_a_worker_ends_when_its_worker_ends(
         with pytest.raises(httpx2.ConnectError):
             await http.get("/")
     assert process.log.count(f"the gateway is at http://127.0.0.1:{port}/v1") == 2
+
+
+@pytest.mark.process
+async def test_a_stream_ends_with_an_error_event_when_a_worker_stops_with_its_gateway(
+    worker_process: Any, endless_model: Path
+) -> None:
+    port, written = free_port(), ""
+    process = worker_process("--gateway", str(port), model=endless_model)
+    process.start()
+    async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        await until_served(http, served=True)
+        asked = HELLO | {"max_tokens": 2_000, "logit_bias": LETTERS, "stream": True}
+        async with http.stream("POST", "/v1/chat/completions", json=asked) as response:
+            async for part in response.aiter_text():
+                if not written:
+                    os.kill(process.pid, signal.SIGTERM)
+                written += part
+    assert "send the request again" in written.strip().splitlines()[-1]
 
 
 @pytest.mark.process

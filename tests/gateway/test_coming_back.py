@@ -222,6 +222,9 @@ async def test_a_cancelled_background_response_stops_generating_and_has_the_stat
     served: Any,
 ) -> None:
     endless = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
+    with pytest.raises(openai.BadRequestError, match=f"{endless.id}' is in progress") as refused:
+        await served.openai.responses.create(input="On.", previous_response_id=endless.id, **options(4))
+    assert (refused.value.code, refused.value.param) == (None, "previous_response_id")
     cancelled = await served.openai.responses.cancel(endless.id)
     assert (await ended(served, endless.id, "cancelled")) == cancelled
     assert await served.openai.responses.cancel(endless.id) == cancelled
@@ -235,6 +238,8 @@ async def test_a_failed_background_response_reports_its_error_when_fetched_and_w
 ) -> None:
     failed = await served.openai.responses.create(input="word " * 30_000, background=True, **options(8))
     found = await ended(served, failed.id, "failed")
+    with pytest.raises(openai.BadRequestError, match=f"{failed.id}' has failed"):
+        await served.openai.responses.create(input="On.", previous_response_id=failed.id, **options(4))
     assert "maximum context length" in found.error.message
     for more in ({}, {"starting_after": 1}, {"starting_after": 40}):
         stream = await served.openai.get(
@@ -245,6 +250,19 @@ async def test_a_failed_background_response_reports_its_error_when_fetched_and_w
         kinds = [one["type"] for one in told]
         assert kinds == [*["response.created", "response.in_progress"][first:], "response.failed", "error"]
         assert [one["sequence_number"] for one in told] == [*range(first, first + len(told))]
+
+
+async def test_a_failed_answer_of_the_log_names_the_field_as_its_api_does(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    form = {"type": "json_schema", "name": "a", "schema": {"type": "wat"}, "strict": True}
+    begun = await served.openai.responses.create(
+        input="Begin.", background=True, text={"format": form}, **options(4)
+    )
+    found = await ended(served, begun.id, "failed")
+    assert found.error.message.startswith("text.format cannot be followed")
+    durable = (await http.get(f"/v1/responses/{begun.id}/stream")).json()
+    assert durable[-1]["error"]["param"] == "text.format"
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -51,6 +51,10 @@ async def test_more_inputs_than_fit_one_request_to_the_worker_are_all_embedded_i
     assert len(found.data) == len({tuple(np.round(one.embedding, 4)) for one in found.data}) == 70
     for one, other in zip(found.data, reversed(backwards.data), strict=True):
         assert np.dot(one.embedding, other.embedding) == pytest.approx(1.0, abs=1e-5)
+    refused = await posted(served, "/v1/embeddings", input=[*texts, "word " * TINY_CONTEXT])
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "input[70]")
+    assert error["message"].startswith("input[70] has ")
 
 
 @pytest.mark.serves("embedding_model")

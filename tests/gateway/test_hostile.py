@@ -188,13 +188,44 @@ async def test_the_gateway_closes_a_connection_whose_first_or_second_request_hea
         assert status(await wire.head()) == 200
 
 
-async def test_the_gateway_answers_pipelined_http_requests_in_order_until_one_is_refused(served: Any) -> None:
+async def test_pipelined_requests_are_answered_in_order_also_behind_one_that_is_refused(served: Any) -> None:
     one = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
     async with connected(served) as wire:
         await wire.send(one + b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n" + one)
-        heads = [status(await wire.head()) for _ in range(2)]
-        assert heads == [200, 404]
-        assert await wire.rest() == b"", "closed after the refused one"
+        heads = [status(await wire.head()) for _ in range(3)]
+        assert heads == [200, 404, 200]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/v1/nothing", b""),
+        ("POST", "/v1/nothing", BODY),
+        ("DELETE", CHAT, b""),
+        ("POST", CHAT, b"{"),
+        ("POST", "/v1/messages", b"{}"),
+        ("POST", "/api/pull", BODY),
+        ("GET", "/v1/responses/resp_0", b""),
+    ],
+)
+async def test_a_refusal_leaves_the_connection_of_a_client_open_whose_body_was_read(
+    served: Any, method: str, path: str, body: bytes
+) -> None:
+    async with connected(served) as wire:
+        for _ in range(2):
+            await wire.send(f"{method} {path} HTTP/1.1\r\nhost: a\r\n".encode())
+            await wire.send(b"content-length: %d\r\n\r\n" % len(body))
+            await asyncio.sleep(0.02)  # most clients send the body apart
+            await wire.send(body)
+            head = await wire.head()
+            assert (400 <= status(head) < 502, b"connection: close" in head) == (True, False), head
+
+
+async def test_a_client_that_waits_for_a_100_before_its_body_gets_the_refusal_instead(served: Any) -> None:
+    async with connected(served) as wire:
+        head = POST.replace(CHAT.encode(), b"/v1/nothing") + b"content-length: 10\r\nexpect: 100-continue\r\n"
+        await wire.send(head + b"\r\n")
+        assert status(await wire.rest(5)) == 404
 
 
 NAMES = [f"{number:07}" for number in range(10_000)]

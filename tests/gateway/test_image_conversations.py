@@ -189,3 +189,16 @@ async def test_a_conversation_with_a_damaged_image_is_refused_and_the_next_reque
         assert "image" in error["message"], (name, error)
         good = await served.http.post(APIS["chat"].path, json=body("chat", [said("chat", "See: ", RED)]))
         assert good.status_code == 200, name
+
+
+async def test_a_broken_image_in_a_later_turn_is_named_by_its_message_in_the_conversation(
+    served: Served,
+) -> None:
+    broken = RED[:40]  # only the worker finds that out
+    for api, param in (("chat", "messages[2].content[1]"), ("responses", "input")):
+        told = [said(api, "See: ", RED)]
+        answer = await served.http.post(APIS[api].path, json=body(api, told))
+        told += [*APIS[api].said(answer.json()), said(api, "And: ", broken)]
+        refused = await served.http.post(APIS[api].path, json=body(api, told))
+        assert refused.headers["x-turnkeep-session"].split()[1] == "continued"
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)

@@ -169,6 +169,111 @@ async def test_a_gateway_stopped_before_an_answer_is_complete_asks_its_client_to
     assert (again.status_code, again.headers["x-turnkeep-session"].split()[1]) == (200, "repeated")
 
 
+async def test_a_gateway_that_stops_while_a_body_is_missing_answers_in_the_form_of_the_api(
+    worker: Any, gateway: Any
+) -> None:
+    stopped = await gateway()
+    stopped.server.config.timeout_graceful_shutdown = 0
+    reader, writer = await asyncio.open_connection("127.0.0.1", httpx2.URL(stopped.url).port)
+    writer.write(b"POST /v1/messages HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n{")
+    await until(lambda: stopped.server.server_state.tasks)
+    stopped.server.should_exit = True
+    told = await reader.readuntil(b'"}}')
+    assert (b" 503 " in told, b'"overloaded_error"' in told) == (True, True), told
+    writer.close()
+    await stopped.task
+
+
+STREAMS: dict[str, dict[str, Any]] = {
+    CHAT: {},
+    "/v1/completions": {"prompt": "Begin."},
+    "/v1/messages": {},
+    "/v1/responses": {"input": "Begin.", "max_output_tokens": 600},
+    "/api/chat": {"model": "m"},
+    "/api/generate": {"model": "m", "prompt": "Begin."},
+}
+
+
+@pytest.mark.serves("endless_model")
+async def test_a_stream_that_a_stopping_gateway_cuts_ends_with_an_error_event_and_is_resumed_at_another(
+    worker: Any, gateway: Any
+) -> None:
+    stopped, found = await gateway(), dict.fromkeys(STREAMS, "")
+    stopped.server.config.timeout_graceful_shutdown = 0
+
+    async def follow(url: str, path: str, headers: Any) -> str:
+        body, written = question("Begin.", 600) | STREAMS[path] | {"stream": True}, ""
+        async with (
+            httpx2.AsyncClient(base_url=url, timeout=60) as http,
+            http.stream("POST", path, json=body, headers=headers) as response,
+        ):
+            assert response.status_code == 200
+            async for part in response.aiter_text():
+                written += part
+                found[path] = written
+        return written
+
+    tasks = {path: asyncio.create_task(follow(stopped.url, path, {})) for path in STREAMS}
+    await until(lambda: all(one.count("\n") > 60 for one in found.values()))
+    stopped.server.should_exit = True
+    cut = {path: await task for path, task in tasks.items()}
+    await stopped.task
+    served = await gateway()
+    for path, written in cut.items():
+        last = written.strip().splitlines()[-1].removeprefix("data: ")
+        assert "send the request again" in str(json.loads(last)["error"]), (path, last)
+        if not path.startswith("/api/"):
+            ids = [line.removeprefix("id: ") for line in written.splitlines() if line.startswith("id: ")]
+            rest = await follow(served.url, path, {"last-event-id": ids[-1]})
+            async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+                whole = await http.get(f"{path}/{ids[0].partition('.')[0]}?stream=true")
+                if path.endswith("responses"):
+                    number = json.loads(last)["sequence_number"]
+                    behind = await http.get(f"{whole.url}&starting_after={number}")
+                    assert read_text(behind.text) == read_text(rest)
+            parts = [read_text(one) for one in (written, rest, whole.text)]
+            assert (len(parts[2]), parts[0] + parts[1]) == (600, parts[2]), path
+
+
+def read_text(written: str) -> str:
+    """Return the text of the answer in a stream of any of OpenAI's and Anthropic's APIs."""
+    lines = [line.removeprefix("data: ") for line in written.splitlines() if line.startswith("data: {")]
+    return "".join(text_in(json.loads(line)) for line in lines)
+
+
+def text_in(event: dict[str, Any]) -> str:
+    for choice in event.get("choices", ()):
+        return choice.get("text") or choice.get("delta", {}).get("content") or ""
+    delta = event.get("delta", "")
+    return delta if isinstance(delta, str) else delta.get("text", "")
+
+
+@pytest.mark.serves("endless_model")
+async def test_openais_and_anthropics_clients_raise_an_error_when_a_stopping_gateway_cuts_a_stream(
+    worker: Any, gateway: Any
+) -> None:
+    from anthropic import APIStatusError, AsyncAnthropic
+    from openai import APIError
+
+    stopped = await gateway()
+    stopped.server.config.timeout_graceful_shutdown = 0
+    parts = dict.fromkeys(BY_CLIENT, 0)
+
+    async def follow(name: str, anthropic: AsyncAnthropic) -> None:
+        async for part in texts(stopped.openai, anthropic, name, 2000):
+            parts[name] += len(part)
+
+    async with AsyncAnthropic(base_url=stopped.url, api_key="none", max_retries=0) as anthropic:
+        tasks = {name: asyncio.create_task(follow(name, anthropic)) for name in BY_CLIENT}
+        await until(lambda: min(parts.values()) > 20)
+        stopped.server.should_exit = True
+        for name, task in tasks.items():
+            error = (await asyncio.gather(task, return_exceptions=True))[0]
+            assert isinstance(error, APIStatusError if name == "message" else APIError), (name, error)
+            assert "send the request again" in str(error)
+    await stopped.task
+
+
 async def stopped_in_mid_answer(gateway: Any, asked: dict[str, Any]) -> Followed:
     """Stop a gateway while it streams an answer; return what the client has received by then."""
     one = Followed()
@@ -384,20 +489,25 @@ RAW: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 }
 
 
-async def texts(openai: AsyncOpenAI, anthropic: AsyncAnthropic, name: str) -> AsyncIterator[str]:
+async def texts(
+    openai: AsyncOpenAI, anthropic: AsyncAnthropic, name: str, most: int = NUM_TOKENS
+) -> AsyncIterator[str]:
     """Stream an answer from the API of this name with its client, and yield the parts of its text."""
+    tokens = {"max_tokens": most}
     match name:
         case "chat":
-            async for chunk in await openai.chat.completions.create(**CHAT_BODY, extra_body=BIASED):
+            async for chunk in await openai.chat.completions.create(**CHAT_BODY | tokens, extra_body=BIASED):
                 yield chunk.choices[0].delta.content or ""
         case "completion":
-            async for part in await openai.completions.create(**COMPLETION, extra_body=BIASED):
+            async for part in await openai.completions.create(**COMPLETION | tokens, extra_body=BIASED):
                 yield part.choices[0].text
         case "response":
-            async for event in await openai.responses.create(**RESPONSE, extra_body=BIASED):
+            async for event in await openai.responses.create(
+                **RESPONSE | {"max_output_tokens": most}, extra_body=BIASED
+            ):
                 yield event.delta if event.type == "response.output_text.delta" else ""
         case "message":
-            async with anthropic.messages.stream(**MESSAGE, extra_body=BIASED) as stream:
+            async with anthropic.messages.stream(**MESSAGE | tokens, extra_body=BIASED) as stream:
                 async for text in stream.text_stream:
                     yield text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import zlib
@@ -48,6 +49,16 @@ async def test_the_gateway_accepts_compressed_bodies_and_applies_the_size_limit_
     ]:
         answer = await http.post(CHAT, content=sent, headers={"content-encoding": coding})
         assert answer.status_code == status, (coding, sent[:20], answer.text)
+
+
+async def test_a_body_may_begin_with_a_byte_order_mark_also_if_it_is_compressed(
+    http: httpx2.AsyncClient,
+) -> None:
+    body = codecs.BOM_UTF8 + json.dumps(HELLO | {"input": "Hello."}).encode()
+    for path in (CHAT, "/v1/responses", "/v1/messages", "/api/chat"):
+        assert (await http.post(path, content=body)).status_code == 200, path
+    sent = gzip.compress(body)
+    assert (await http.post(CHAT, content=sent, headers={"content-encoding": "gzip"})).status_code == 200
 
 
 async def test_the_gateway_serves_each_path_also_with_a_trailing_slash(http: httpx2.AsyncClient) -> None:

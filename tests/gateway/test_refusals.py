@@ -14,8 +14,10 @@ import httpx2
 import pytest
 
 from gateway.dialects.anthropic import common as anthropic
+from gateway.dialects.anthropic import messages
+from gateway.dialects.responses import requests as responses
 from gateway.keys import Keys
-from gateway.turn import Fault, fault_of
+from gateway.turn import Fault, fault_of, renamed
 from ops.log.sessions import list_sessions
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.errors import (
@@ -108,8 +110,8 @@ async def test_the_gateway_serves_health_and_models_and_refuses_unknown_paths_an
         assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), path
 
 
-def failed(code: str, *, retryable: bool = False, limit: TokenLimit | None = None) -> RequestFailedError:
-    return RequestFailedError(code, "so many words", retryable=retryable, limit=limit)
+def failed(code: str, *, retryable: bool = False, **more: Any) -> RequestFailedError:
+    return RequestFailedError(code, "so many words", retryable=retryable, **more)
 
 
 LONG = "context_length_exceeded"
@@ -142,11 +144,25 @@ def test_each_error_maps_to_an_http_status_an_openai_code_and_an_anthropic_error
     said = anthropic.error(fault)["error"]
     assert said["type"] == kind
     if code != LONG:
-        assert said["message"] == fault.message
+        assert said["message"] == fault.sentence
     elif has_limit:
         assert said["message"] == "prompt is too long: 10 tokens > 9 maximum"
     else:
         assert said["message"].startswith("prompt is too long")
+
+
+def test_a_worker_that_names_a_message_names_it_by_the_number_that_the_client_knows_or_by_none() -> None:
+    """The worker gets only new messages; of some APIs, one message of the client is several."""
+    error = failed("invalid_request", field="messages[0].content[1]").behind(4, "messages")
+    for names, param in (
+        ({}, "messages[4].content[1]"),
+        (responses.NAMES, "input"),
+        (messages.NAMES, "messages"),
+    ):
+        assert renamed(fault_of(error), names).param == param
+    assert failed("invalid_request", field="tools[0].function").behind(4, "messages").field == (
+        "tools[0].function"
+    )
 
 
 @pytest.mark.process
@@ -291,7 +307,7 @@ TINY: list[Row] = [
     (COMPLETIONS, {"echo": True}, "echo is not supported", "echo"),
     (COMPLETIONS, {"prompt": [99_999]}, "vocabulary", "prompt"),
     (COMPLETIONS, {"prompt": "a b " * 9_000}, "However, your messages resulted in", "prompt"),
-    (MESSAGES, saying(7), "with a type", None),
+    (MESSAGES, saying(7), "messages[0].content[0]: a part of a content must be an object with a type", None),
     (MESSAGES, {"max_tokens": None}, "max_tokens: Field required", None),
     (
         MESSAGES,
@@ -305,6 +321,12 @@ TINY: list[Row] = [
     (COMPACT, {"input": 3}, "", "input"),
     (COMPACT, {"input": "a", "prompt": {"id": "b"}}, "", "prompt"),
     ("/api/generate", {"suffix": "end"}, "suffix is not supported", None),
+    (
+        "/api/chat",
+        {"model": "m", "messages": [{"role": "user", "images": ["zz"]}]},
+        "messages[0].images[0]: an image's data must be base64",
+        None,
+    ),
     (EMBEDDINGS, {"input": "a"}, "makes no embeddings", None),
     (RERANK, {"documents": ["a"]}, "Qwen/Qwen3-Reranker-0.6B", None),
 ]

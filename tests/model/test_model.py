@@ -267,6 +267,7 @@ def test_the_model_list_has_packaged_converted_and_hub_models_but_none_with_unre
     packaged, odd, strange, converted, hub = catalog.list_models(data_dir)
     assert (odd.name, odd.dtype, strange.name) == ("odd", "unknown", "strange")
     assert (packaged.name, packaged.origin) == ("SmolLM2-135M-Instruct.Q4_1", "packaged")
+    assert catalog.named("packaged", data_dir) == packaged, "as settings name it"
     assert (converted.name, converted.origin, converted.path, converted.dtype) == (
         "tiny",
         "converted",

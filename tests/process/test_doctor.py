@@ -255,6 +255,7 @@ def test_the_command_doctor_checks_the_memory_of_a_draft_model_together_with_its
     assert (draft.name, draft.state) == ("draft model", "ok")
     assert re.fullmatch(r".*/draft; with the model it needs \S+ MiB of \S+ \wiB", draft.found)
     assert draft_of(dataclasses.replace(pair, model=None)).state == "ok"
+    assert draft_of(dataclasses.replace(pair, model=None, draft_model="packaged")).state == "ok"
     assert not [*pair.data_dir.glob("models/*")], "no file is converted for the check"
     draft = draft_of(dataclasses.replace(pair, draft_model=str(tmp_path / "missing")))
     assert (draft.name, draft.state) == ("draft model", "fail")

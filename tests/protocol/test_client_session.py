@@ -50,6 +50,7 @@ from turnkeep_client.messages import (
     Close,
     Failed,
     Generate,
+    Message,
     Open,
     Request,
     Rewind,
@@ -141,6 +142,15 @@ INVALID: list[tuple[Callable[[Any], Any], str]] = [
     (lambda session: session.open({"sink": 4}), "cache takes sink with the policy sink_window only"),
     (lambda session: session.rewind(-1), "position must be a whole number, at least 0 and at most 9007"),
     (lambda session: session.cancel("*"), "request id .* must be 1 to 64"),
+    (lambda session: session.cancel(7), "request id 7 is not valid: it must be 1 to 64"),
+    (lambda session: session.fork(None), "session None is not valid: it must be 1 to 64"),
+    (lambda session: session.generate(messages="Hello."), r"^messages must be `array \| null`, not `str`"),
+    (lambda session: session.generate(messages={"role": "user"}), r"^messages must be .*, not `object`"),
+    (lambda session: session.generate(messages=7), r"^messages must be .*, not `int`"),
+    (lambda session: session.append(text=b"a"), "a text must be `str`, not `bytes`"),
+    (lambda session: session.generate(messages=[{"role": "user", "content": b"a"}]), "not `bytes`"),
+    (lambda session: session.count(messages=b"a"), r"^messages must be .*, not `str`"),
+    (lambda session: session.open(tags="ab"), "tags must be `array`, not `str`"),
 ]
 
 
@@ -152,7 +162,20 @@ async def test_a_client_refuses_a_request_with_an_unknown_or_out_of_range_field_
             await call(client.session("s1"))
     with pytest.raises(InvalidMessageError, match="id must be"):
         await client.submit(KEY, Append(id="a b", text="a"))
+    with pytest.raises(InvalidMessageError, match="inputs must be a list, not str"):
+        await client.embed("one text")
+    with pytest.raises(InvalidMessageError, match="documents must be a list, not NoneType"):
+        await client.rerank("a", None)  # type: ignore[arg-type]
+    for given in (None, 7, ["nats://a"]):  # as of a variable of the environment that is not set
+        with pytest.raises(InvalidMessageError, match="the URL of the NATS servers must be text, not"):
+            await connect(given)  # type: ignore[arg-type]
     assert worker.requests == []
+
+
+async def test_the_messages_of_a_request_may_be_any_iterable(client: Client, worker: FakeWorker) -> None:
+    said: list[Any] = [Message("user", "a"), {"role": "user", "content": "b"}]
+    call = client.session("s1").generate(messages=(one for one in said))  # type: ignore[arg-type]
+    assert [one.content for one in call._call.request.messages] == ["a", "b"]
 
 
 async def test_a_session_with_a_cache_policy_is_opened_once_before_its_first_turn(

@@ -123,6 +123,20 @@ async def test_a_client_call_to_a_worker_fails_soon_after_nats_is_lost_even_with
                 await client.embed(["text"], timeout_s=600.0)
 
 
+async def test_a_client_is_told_that_a_server_has_no_connection_left(tmp_path: Path) -> None:
+    """The server says so behind its greeting and hangs up: what the client sends then fails, by EPIPE."""
+    (tmp_path / "full.conf").write_text("max_connections: 1")
+    server = NatsServer(tmp_path / "store", ("-c", str(tmp_path / "full.conf")))
+    server.start()
+    try:
+        async with connect(server.url):
+            for _ in range(10):
+                with pytest.raises(NoServerError, match=r"maximum connections exceeded|has none left"):
+                    await connect(server.url, connect_timeout_s=0.3)
+    finally:
+        server.stop()
+
+
 async def test_client_calls_that_end_during_a_nats_outage_leave_no_subscription_after_the_reconnect(
     tmp_path: Path,
 ) -> None:

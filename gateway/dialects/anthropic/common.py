@@ -36,7 +36,7 @@ CACHE_USAGE: Final = {"cache_creation_input_tokens": 0, "cache_read_input_tokens
 def error(fault: Fault) -> dict[str, Any]:
     """Convert a `Fault` to the JSON of Anthropic's errors."""
     kind = _KINDS.get(fault.status, "api_error" if fault.status >= 500 else "invalid_request_error")
-    message = fault.message
+    message = fault.sentence
     if fault.code == "context_length_exceeded":
         message = "prompt is too long"  # agents look for these words before they compact a conversation
         if (limit := fault.limit) is not None:

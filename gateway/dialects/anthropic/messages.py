@@ -11,7 +11,17 @@ from msgspec import Struct
 from gateway import form
 from gateway.dialects.openai import common as openai
 from gateway.images import joined
-from gateway.turn import ClientTurn, Fault, WholeNumber, as_whole, check, parts_checked, prefilled, refused
+from gateway.turn import (
+    ClientTurn,
+    Fault,
+    WholeNumber,
+    as_tool,
+    as_whole,
+    check,
+    parts_checked,
+    prefilled,
+    refused,
+)
 from turnkeep_client.content_blocks import ContentWarning, block_text
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import OPTIONS, Function, Message, ToolCall, encode
@@ -30,7 +40,10 @@ _BILLING: Final = re.compile(r"x-anthropic-billing-header[^\n]*\n*")
 #: This API's names of fields, by the protocol's names.
 NAMES: Final = {
     **{name: one.name_in("anthropic") for name, one in OPTIONS.items()},
+    "messages": "messages",
+    "reasoning.budget": "thinking.budget_tokens",
     "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
 }
 #: Fields that would change the answer, but that no worker supports.
 _REFUSED: Final = ("mcp_servers", "container")
@@ -245,7 +258,7 @@ def _tools(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
                 ContentWarning(f"tools[{number}]", f"{tool.type} is left out: nobody would run it")
             )
             continue
-        tools.append({"type": "function", "function": {"name": tool.name, **given}})
+        tools.append(as_tool({"name": tool.name, **given}, f"tools[{number}]"))
     choice = asked.tool_choice or _Choice("auto")
     if not tools:
         if choice.type in {"auto", "none"}:

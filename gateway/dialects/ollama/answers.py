@@ -101,7 +101,7 @@ GENERATE: Final = AnswerWriter(_generated)
 
 def error(fault: Fault) -> dict[str, Any]:
     """Convert a `Fault` to the JSON of Ollama's errors."""
-    return {"error": fault.message}
+    return {"error": fault.sentence}
 
 
 def tags(models: Sequence[GatewayModel]) -> dict[str, Any]:

@@ -8,7 +8,17 @@ import msgspec
 from msgspec import Struct
 
 from gateway.images import joined
-from gateway.turn import ClientTurn, WholeNumber, as_whole, check, decoded, parts_checked, prefilled, refused
+from gateway.turn import (
+    ClientTurn,
+    WholeNumber,
+    as_tool,
+    as_whole,
+    check,
+    decoded,
+    parts_checked,
+    prefilled,
+    refused,
+)
 from turnkeep_client.content_blocks import other_text
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
@@ -156,7 +166,7 @@ def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
             raise refused(f"tools of the type {tool.type} are not supported", f"tools[{number}]")
         if tool.function is None:
             raise refused("a tool needs the field function, with its name", f"tools[{number}]")
-    tools = [_as_sent(tool) for tool in sent.tools or ()]
+    tools = [_as_sent(tool, f"tools[{number}]") for number, tool in enumerate(sent.tools or ())]
     choice = asked.tool_choice
     if isinstance(choice, _Chosen) and (allowed := choice.allowed_tools) is not None:
         names = {one.function.name for one in allowed.tools if one.function is not None}
@@ -175,13 +185,13 @@ def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
     return options
 
 
-def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
+def _as_sent(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a tool with its keys in the order sent, without fields that are null or that no worker knows."""
     known = _ToolFunction.__struct_fields__
     function = {
         name: value for name, value in tool["function"].items() if name in known and value is not None
     }
-    fields = {"type": "function", "function": function}
+    fields = as_tool(function, f"{where}.function")
     return {name: fields[name] for name in (*tool, *fields) if name in fields}
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
-from gateway.turn import ALL_THAT_FITS, WholeNumber, as_whole, decoded, fault_of, refused
+from gateway.turn import ALL_THAT_FITS, WholeNumber, as_whole, decoded, fault_of, refused, renamed
 from turnkeep_client.errors import RequestFailedError
 
 from .common import ANY
@@ -92,5 +92,4 @@ async def _found(
         return await client.embed(inputs, dimensions=dimensions, input_tokens=most, timeout_s=_TIMEOUT_S)
     except RequestFailedError as error:
         fault = fault_of(error)
-        fault.param = fault.param and fault.param.replace("inputs", "input")
-        raise fault from None
+        raise (renamed(fault, {"inputs": "input"}) if fault.param else fault) from None

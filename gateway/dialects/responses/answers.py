@@ -11,8 +11,10 @@ import msgspec
 from gateway import form
 from gateway.dialects.anthropic.common import event, signature
 from gateway.dialects.openai import common as openai
-from gateway.turn import ALL_THAT_FITS, NO_WORKER, fault_of
+from gateway.turn import ALL_THAT_FITS, NO_WORKER, fault_of, renamed
 from turnkeep_client.messages import Generated
+
+from .requests import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +62,7 @@ def described(
     """Return the JSON body of an answer: with its result, with its failure, or (None) as one that runs."""
     if isinstance(result, Generated):
         return whole(turn, answer_id, created, [result])
-    fault = fault_of(result.as_error()) if result is not None else None
+    fault = None if result is None else renamed(fault_of(result.as_error()), NAMES)
     return _response(turn, answer_id, created, [], fault=fault)
 
 
@@ -149,10 +151,13 @@ class ResponseEvents(form.Events):
         """Encode the error that ends the stream, as two events: each client understands only one of them.
 
         Before the stream's first event, encode only `error`, which does not have the answer's id. The same
-        if no worker can be reached: a request in the log has not failed, and is answered later.
+        if no worker can be reached: a request in the log has not failed, and is answered later. Such an error
+        has the last event's number, behind which clients can resume.
         """
         written = b""
-        if self.num_events and fault.code != NO_WORKER:
+        if fault.code == NO_WORKER:
+            self.num_events = max(0, self.num_events - 1)
+        elif self.num_events:
             failed = _response(self._turn, self._id, self._created, [], fault=fault)
             written = self._event("response.failed", response=failed)
         told = {"code": fault.code, "message": fault.message, "param": fault.param, **openai.error(fault)}

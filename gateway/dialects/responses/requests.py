@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from gateway.dialects.openai import common as openai
 from gateway.logged_answers import RESPONSES
-from gateway.turn import ClientTurn, WholeNumber, as_whole, check, parts_checked, refused
+from gateway.turn import ClientTurn, WholeNumber, as_tool, as_whole, check, parts_checked, refused
 from turnkeep_client.content_blocks import ContentWarning
 from turnkeep_client.messages import OPTIONS, Message
 
@@ -29,6 +29,7 @@ NAMES: Final = {
     **{name: one.name_in("responses") for name, one in OPTIONS.items()},
     "messages": "input",
     "response_format": "text.format",
+    "response_format.json_schema": "text.format",
 }
 #: Fields that would change the answer, but that are not supported.
 _REFUSED: Final = ("conversation", "prompt")
@@ -178,13 +179,14 @@ def _tools(
     """
     tools, kinds, choice = [], {}, asked.tool_choice
     allowed = _allowed(choice)
-    for namespace, tool in _offered(asked.tools or (), warnings):
+    for namespace, tool, where in _offered(asked.tools or (), warnings):
         if not tool.name:
-            raise refused(f"a {tool.type} has no name: it is beside type, not within function", "tools")
+            why = f"a {tool.type} has no name: it is beside type, not within function"
+            raise refused(why, f"{where}.name")
         name = called_name(namespace, tool.name)
         if allowed is not None and name not in allowed:
             continue
-        tools.append({"type": "function", "function": _function(name, tool)})
+        tools.append(as_tool(_function(name, tool), where))
         if namespace is not None or tool.type == "custom":
             kind = {"type": tool.type, "name": tool.name, "namespace": namespace}
             kinds[name] = {field: value for field, value in kind.items() if value is not None}
@@ -212,15 +214,17 @@ def _allowed(choice: str | _Choice | None) -> set[str] | None:
 
 
 def _offered(
-    tools: Iterable[_Tool], warnings: list[ContentWarning], namespace: str | None = None
-) -> Iterator[tuple[str | None, _Tool]]:
-    for tool in tools:
+    tools: Iterable[_Tool], warnings: list[ContentWarning], namespace: str | None = None, within: str = ""
+) -> Iterator[tuple[str | None, _Tool, str]]:
+    """Yield the functions and custom tools, each with its namespace and its path in the request."""
+    for number, tool in enumerate(tools):
+        where = f"{within}tools[{number}]"
         if tool.type == "namespace":
-            yield from _offered(tool.tools or (), warnings, tool.name)
+            yield from _offered(tool.tools or (), warnings, tool.name, f"{where}.")
         elif tool.type in {"function", "custom"}:
-            yield namespace, tool
+            yield namespace, tool, where
         else:
-            warnings.append(ContentWarning("tools", f"{tool.type} is left out: nobody would run it"))
+            warnings.append(ContentWarning(where, f"{tool.type} is left out: nobody would run it"))
 
 
 def _function(name: str, tool: _Tool) -> dict[str, Any]:

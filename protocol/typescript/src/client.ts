@@ -3,7 +3,7 @@
 import type { NatsConnection, WsConnectionOptions } from "@nats-io/nats-core";
 
 import { expect, ResultFeeds } from "./calls.js";
-import { NoServerError, NotPermittedError } from "./errors.js";
+import { InvalidMessageError, NoServerError, NotPermittedError } from "./errors.js";
 import { decode, encode } from "./json.js";
 import { byName, isEnough, isInTurn, listed } from "./listing.js";
 import type { Listed } from "./listing.js";
@@ -113,9 +113,9 @@ export class Client implements AsyncDisposable {
     { timeoutMs = 60_000, ...more }: Pick<EmbedRequest, "dimensions" | "input_tokens"> & { timeoutMs?: number } = {},
   ): Promise<Embeddings> {
     const found: Embeddings = { vectors: [], tokens: [], model: "" };
-    for (const part of divided(inputs)) {
+    for (const [start, part] of divided("inputs", inputs)) {
       const asked = { type: "embed", inputs: part, ...more } as const;
-      const embedded = expect("embedded", await this.#ask(asked, timeoutMs));
+      const embedded = expect("embedded", counted(await this.#ask(asked, timeoutMs), start));
       found.vectors.push(...embedded.vectors.map(numbers));
       found.tokens.push(...embedded.tokens);
       found.model = embedded.model;
@@ -135,9 +135,9 @@ export class Client implements AsyncDisposable {
     { timeoutMs = 60_000, ...more }: Pick<RerankRequest, "instruction" | "document_tokens"> & { timeoutMs?: number } = {},
   ): Promise<Ranking> {
     const found: Ranking = { scores: [], tokens: [], model: "" };
-    for (const part of divided(documents)) {
+    for (const [start, part] of divided("documents", documents)) {
       const asked = { type: "rerank", query, documents: part, ...more } as const;
-      const reranked = expect("reranked", await this.#ask(asked, timeoutMs));
+      const reranked = expect("reranked", counted(await this.#ask(asked, timeoutMs), start));
       found.scores.push(...reranked.scores);
       found.tokens.push(...reranked.tokens);
       found.model = reranked.model;
@@ -164,8 +164,10 @@ export class Client implements AsyncDisposable {
 /** Connect by one of NATS's functions for it, without limit to reconnections. */
 export async function connectBy(
   open: (options: ConnectOptions) => Promise<NatsConnection>,
-  { tenant, prefix, controlTimeoutMs, servers, ...options }: ConnectOptions,
+  given: ConnectOptions,
 ): Promise<Client> {
+  if (typeof given !== "object") throw new InvalidMessageError("connect takes an object, such as { servers: \"nats://127.0.0.1:4222\" }");
+  const { tenant, prefix, controlTimeoutMs, servers, ...options } = given;
   checkId("tenant", tenant ?? DEFAULT_TENANT); // before there is a connection that would have to be closed
   new Subjects(prefix);
   const addresses = [servers ?? "127.0.0.1:4222"].flat().flatMap((server) => server.split(","));
@@ -204,19 +206,27 @@ const FIRST_ENTRIES = 256;
 const MOST_INPUTS = 16;
 const MOST_LENGTH = 2 ** 17;
 
-/** Divide inputs, so that neither a request nor its reply is too large. */
-function* divided<T extends Input>(inputs: readonly T[]): Generator<T[]> {
-  let part: T[] = [];
+/** Divide inputs, so that neither a request nor its reply is too large; yield each part and the number of its first input. */
+function* divided<T extends Input>(name: string, inputs: readonly T[]): Generator<[number, T[]]> {
+  if (!Array.isArray(inputs)) throw new InvalidMessageError(`${name} must be an array, not ${typeof inputs}`);
+  let start = 0;
   let length = 0;
-  for (const input of inputs) {
-    if (part.length > 0 && (length + input.length > MOST_LENGTH || part.length === MOST_INPUTS)) {
-      yield part;
-      [part, length] = [[], 0];
+  for (const [number, input] of inputs.entries()) {
+    const size = input?.length ?? 1; // the worker refuses what has none
+    if (number > start && (length + size > MOST_LENGTH || number - start === MOST_INPUTS)) {
+      yield [start, inputs.slice(start, number)];
+      [start, length] = [number, 0];
     }
-    part.push(input);
-    length += input.length;
+    length += size;
   }
-  if (part.length > 0) yield part;
+  if (start < inputs.length) yield [start, inputs.slice(start)];
+}
+
+/** Return a reply about a part of a list, which begins at `start`; an error has the number in the whole list. */
+function counted(reply: ControlReply | undefined, start: number): ControlReply | undefined {
+  if (reply?.type !== "failed") return reply;
+  const whole = (text: string) => text.replace(/(?<=\w\[)\d+(?=\])/, (number) => String(start + Number(number)));
+  return { ...reply, message: whole(reply.message), field: reply.field && whole(reply.field) };
 }
 
 /** Read base64 of 32-bit floats, little-endian. */

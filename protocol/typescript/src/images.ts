@@ -18,6 +18,7 @@ export type ImagePart = { type: "image"; data: string };
 
 /** Return an image, given as the bytes of a PNG, JPEG, WebP or GIF file, as a part of a message's `content`. */
 export function image(file: Uint8Array): ImagePart {
+  if (!(file instanceof Uint8Array)) throw new InvalidMessageError("an image must be the bytes of its file, as a Uint8Array");
   let binary = "";
   for (let at = 0; at < file.length; at += LEAST_BYTES) binary += String.fromCharCode(...file.subarray(at, at + LEAST_BYTES));
   return { type: "image", data: btoa(binary) };
@@ -26,7 +27,7 @@ export function image(file: Uint8Array): ImagePart {
 /** Return a request whose images have digests in place of their files, and the files by their digests. */
 export async function withDigests<R extends object>(request: R): Promise<[R, Map<string, Uint8Array>]> {
   const files = new Map<string, Uint8Array>();
-  const named = async (part: Record<string, unknown>) => {
+  const named = async (part: Record<string, unknown> | null) => {
     const data = base64In(part);
     if (data === undefined) return part;
     const file = fromBase64(data);
@@ -34,9 +35,10 @@ export async function withDigests<R extends object>(request: R): Promise<[R, Map
     files.set(digest, file);
     return { type: "image", digest };
   };
-  const { messages } = request as { messages?: readonly Message[] | null };
-  const said = (messages ?? []).map(async (message) =>
-    Array.isArray(message.content) ? { ...message, content: await Promise.all(message.content.map(named)) } : message);
+  const { messages } = request as { messages?: readonly (Message | null)[] | null };
+  // The worker says what is wrong with messages that are none.
+  const said = (Array.isArray(messages) ? messages : []).map(async (message: Message | null) =>
+    Array.isArray(message?.content) ? { ...message, content: await Promise.all(message.content.map(named)) } : message);
   const found = await Promise.all(said);
   return [files.size > 0 ? { ...request, messages: found } : request, files];
 }
@@ -49,7 +51,8 @@ function fromBase64(data: string): Uint8Array {
   }
 }
 
-function base64In(part: Record<string, unknown>): string | undefined {
+function base64In(part: Record<string, unknown> | null): string | undefined {
+  if (part === null) return undefined;
   if (part["type"] === "image" && typeof part["data"] === "string") return part["data"];
   const named = part["type"] === "image_url" ? part["image_url"] : undefined;
   const url: unknown = typeof named === "object" && named !== null && "url" in named ? named.url : named;

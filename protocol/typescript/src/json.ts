@@ -10,7 +10,12 @@ const MOST_DEPTH = 900;
 /** Encode a body; throw `InvalidMessageError` for what no worker can read: its answer would not name the request. */
 export function encode(body: unknown): Uint8Array {
   if (isDeeper(body, MOST_DEPTH)) throw new InvalidMessageError("the request is nested too deeply");
-  const text = JSON.stringify(body);
+  let text: string;
+  try {
+    text = JSON.stringify(body);
+  } catch (error) {
+    throw new InvalidMessageError(`the request cannot be written as JSON: ${String(error)}`, { cause: error });
+  }
   if (HALF_PAIR.test(text)) {
     throw new InvalidMessageError("text must be whole Unicode characters, not half a surrogate pair");
   }

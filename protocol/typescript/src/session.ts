@@ -54,7 +54,7 @@ export class Session {
   }
 
   /** Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled. */
-  append(fields: Fields<Append>, options: CallOptions = {}): Promise<Appended> {
+  append(fields: Fields<Append> = {}, options: CallOptions = {}): Promise<Appended> {
     return this.#send("appended", { ...identified(fields), type: "append" }, options);
   }
 
@@ -126,7 +126,7 @@ export class Session {
    * The log stores its images, as of a generate, which may take `timeoutMs` (60000); `signal` ends the wait.
    */
   async count(
-    fields: Omit<CountRequest, "type">,
+    fields: Omit<CountRequest, "type"> = {},
     { signal, timeoutMs = 60_000 }: { signal?: AbortSignal; timeoutMs?: number } = {},
   ): Promise<Counted> {
     signal?.throwIfAborted();

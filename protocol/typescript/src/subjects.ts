@@ -7,8 +7,8 @@ export const DEFAULT_TENANT = "default";
 const ID = /^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$/;
 const PREFIX = /^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*$/;
 
-export function isId(value: string): boolean {
-  return ID.test(value);
+export function isId(value: unknown): boolean {
+  return typeof value === "string" && ID.test(value); // `test` would take undefined for a name
 }
 
 /** Return a name if it is valid; `what` it names is for the error. */
@@ -34,7 +34,7 @@ export class Subjects {
   readonly tokenStream: string;
 
   constructor(readonly prefix = "turnkeep") {
-    if (!PREFIX.test(prefix)) {
+    if (typeof prefix !== "string" || !PREFIX.test(prefix)) {
       throw new InvalidMessageError(
         `prefix ${JSON.stringify(prefix)} is not valid: it must be words of A-Z a-z 0-9 _ - with dots between them`,
       );

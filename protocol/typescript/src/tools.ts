@@ -28,10 +28,11 @@ export interface RunToolsFields extends Omit<Fields<Generate>, "text" | "tokens"
 export async function runTools(
   session: Session,
   functions: Readonly<Record<string, Tool>>,
-  { most = 8, id = nuid.next(), messages, ...first }: RunToolsFields,
+  { most = 8, id = nuid.next(), messages, ...first }: RunToolsFields = {},
   options: CallOptions = {},
 ): Promise<Generated> {
-  const unknown = (first.tools ?? []).map((tool) => tool.function.name).filter((name) => !Object.hasOwn(functions, name));
+  const described = Array.isArray(first.tools) ? first.tools : []; // the worker refuses what is no array
+  const unknown = described.map((tool) => tool?.function?.name).filter((name) => name && !isFunction(functions, name));
   if (unknown.length > 0) throw new InvalidMessageError(`there is no function for ${unknown.join(", ")}`);
   if (most > 1) checkId("request id", `${id}-${most - 1}-results`); // before a function is called
   // Later steps leave the tools to the session, which has another position then; a forced call would never end.
@@ -53,10 +54,14 @@ export async function runTools(
   return answer;
 }
 
+function isFunction(functions: Readonly<Record<string, Tool>>, name: string): boolean {
+  return Object.hasOwn(functions, name) && typeof functions[name] === "function";
+}
+
 /** Run a call; return its result as text. */
 async function resultOf(functions: Readonly<Record<string, Tool>>, call: Called): Promise<string> {
   const { name } = call.function;
-  const run = Object.hasOwn(functions, name) ? functions[name] : undefined;
+  const run = isFunction(functions, name) ? functions[name] : undefined;
   if (run === undefined) return `there is no function ${name}`;
   try {
     const found: unknown = await run(JSON.parse(call.function.arguments));

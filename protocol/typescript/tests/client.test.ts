@@ -516,6 +516,7 @@ test("texts and token ids have vectors of length 1, also more than a request tak
   const [again] = (await embedder.embed(["text 0"])).vectors;
   const likeness = again?.reduce((sum, one, i) => sum + one * (vectors[0]?.[i] ?? 0), 0) ?? 0;
   assert.ok(likeness > 0.9999);
+  await assert.rejects(embedder.embed([...inputs, []]), new RegExp(`inputs\\[${inputs.length}\\] has 0 tokens`));
   const short = await embedder.embed(["text 0"], { dimensions: 4 });
   assert.equal(short.vectors[0]?.length, 4);
   await assert.rejects(client.embed(["a model that chats"]), failsWith("invalid_request", false));
@@ -715,6 +716,30 @@ test("what cannot be done is told by the class of its error", async () => {
   ];
   for (const [fields, options] of refused) {
     await assert.rejects(client.session("s").append(fields, options), turnkeep.InvalidMessageError);
+  }
+  const any = (value: unknown) => value as never; // what JavaScript, and TypeScript's any, let pass
+  const s = client.session("s");
+  const mistaken: [() => unknown, RegExp][] = [
+    [() => s.generate({ messages: any("Hello.") }).result, /messages must be `array \| null`, not `str`/],
+    [() => s.append({ messages: any(["Hello."]) }), /messages\[0\] must be `object`, not `str`/],
+    [() => s.count({ messages: any([null]) }), /messages\[0\] must be `object`, not `null`/],
+    [() => s.append({ messages: [{ role: "user", content: any([null]) }] }), /content\[0\] must be `object`/],
+    [() => s.append({ text: "x", priority: any(5n) }), /cannot be written as JSON: .*BigInt/],
+    [() => s.append(), /exactly one of messages, text, tokens/],
+    [() => s.append({ text: "x", id: any(7) }), /request id 7 is not valid/],
+    [() => s.cancel(any(undefined)), /request id undefined is not valid/],
+    [() => client.session(any(undefined)), /session undefined is not valid/],
+    [() => client.embed(any("one text")), /inputs must be an array, not string/],
+    [() => client.embed(any([null])), /inputs\[0\] must be `str \| array`, not `null`/],
+    [() => client.rerank("x", any(undefined)), /documents must be an array, not undefined/],
+    [() => runTools(s, {}, { tools: any("x"), messages: [] }), /tools must be `array \| null`, not `str`/],
+    [() => turnkeep.image(any(new ArrayBuffer(4))), /an image must be the bytes of its file, as a Uint8Array/],
+    [() => connect(any(servers)), /connect takes an object/],
+    [() => connect({ servers, prefix: any(7) }), /prefix 7 is not valid/],
+  ];
+  for (const [call, message] of mistaken) {
+    const told = (error: unknown) => error instanceof turnkeep.TurnkeepError && message.test(error.message);
+    await assert.rejects(async () => call(), told, String(message));
   }
   const began = Date.now();
   await assert.rejects(async () => {
