@@ -71,9 +71,9 @@ NATS = {
 #: and longer names wrap; all rooms by a few lines, as paths after errors were mended, which no test had
 #: taken, and docstrings say what comes back in each case; `worker/wire` and `protocol`, as closes find room
 #: in a full log; `worker/models`, as templates' powers are bounded; tests, as faults with a second tenant,
-#: session or attempt are found (some 120 rows of mutants more), and as their names say what is given and seen;
-#: `gateway`, `protocol`, `commands`, `worker` and their tests, as a refusal names the field that the client sent,
-#: a stream that is cut ends with an error, `serve --check` fails where a start would, and `turnkeep_recorded`.
+#: session or attempt are found (some 120 rows of mutants more), and as their names say what is given and
+#: seen; `gateway`, `protocol`, `commands`, `worker` and their tests, as a refusal names the field that the
+#: client sent, a stream that is cut ends with an error, and `serve --check` fails where a start would.
 SIZES = {
     "bench": 3_889,
     "cache": 9_773,
