@@ -25,9 +25,11 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+import anyio
 from attack import SESSIONS, TENANTS, Attack, settled
 from harness import Heard, Target, arguments, folder, read_log, report, tiny_model
 from parts import free_port, nats_server_program
@@ -362,10 +364,10 @@ async def _judged(run: Campaign, url: str, kinds: Sequence[str], model: Path) ->
             client = await connect(url, tenant=TENANTS[number % len(TENANTS)], connect_timeout_s=30)
             await clients.enter_async_context(client)
             names = [f"s{n}" for n in range(2 * SESSIONS)]
-            senders.append(run.send(number // len(TENANTS), heard, client, names))
-        async with asyncio.TaskGroup() as tasks:
-            for one in (*senders, run.strike(kinds)):
-                tasks.create_task(one)
+            senders.append(partial(run.send, number // len(TENANTS), heard, client, names))
+        async with anyio.create_task_group() as tasks:  # repeats a cancel that nats-py swallows
+            for one in (*senders, partial(run.strike, kinds)):
+                tasks.start_soon(one)
         verdict = await settled(url, run, heard, model)
         run.moves = await _moves(url)
     await heard.nc.close()

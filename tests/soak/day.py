@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import anyio
 import psutil
 from cluster import OPTIONS, Member, Nodes
 from harness import arguments, folder, judge, read_log, report, size_bytes, tiny_model
@@ -143,11 +144,11 @@ async def play(where: Path, *, requests: int, sessions: int, seed: int) -> tuple
         day = Day(members, models, nodes._running[0].pid, where, requests)
         print(_HEADER, flush=True)
         striking = asyncio.create_task(day.strike())
-        async with asyncio.TaskGroup() as senders:
+        async with anyio.create_task_group() as senders:  # repeats a cancel that nats-py swallows
             for number in range(_SENDERS):
                 client = await stack.enter_async_context(connect(nodes.url, connect_timeout_s=30))
                 names = [f"s{i}" for i in range(number, sessions, _SENDERS)]
-                senders.create_task(day.send(client, names, random.Random(seed + number)))
+                senders.start_soon(day.send, client, names, random.Random(seed + number))
         await striking
         verdict = judge(await read_log(nodes.url))
     for fault in day.failed:

@@ -69,9 +69,13 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress = 
 
 
 def check_room(source: Path, data_dir: Path, *, dtype: str) -> None:
-    """Raise `ModelError` if `convert` would find no room in a data directory for a GGUF file's weights."""
+    """Raise `ModelError` if `convert` would find no room in a data directory for a GGUF file's weights.
+
+    The directory may not exist yet.
+    """
+    there = next(folder for folder in (data_dir, *data_dir.parents) if folder.exists())
     try:
-        _check_room(_prepare(source, dtype), data_dir)
+        _check_room(_prepare(source, dtype), there)
     except OSError as error:
         raise ModelError(f"{source} cannot be converted into {data_dir}: {one_line(error)}") from None
 
