@@ -304,10 +304,13 @@ async def test_the_exporter_fails_with_one_line_if_its_user_may_not_subscribe_to
     assert "pw" not in line
 
 
-async def test_an_exporter_whose_password_is_changed_at_the_server_ends_and_says_why(tmp_path: Path) -> None:
+async def test_an_exporter_whose_password_is_changed_at_the_server_ends_and_says_why(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     config = tmp_path / "nats.conf"
     config.write_text("authorization { users: [{ user: w, password: one }] }")
     server = NatsServer(tmp_path / "js", ("-c", str(config)))
+    request.addfinalizer(server.kill)
     server.start()
     async with connect(server.url.replace("//", "//w:one@")) as client:
         running = asyncio.create_task(run(client, "127.0.0.1", 0, keep_s=300.0))
@@ -318,4 +321,3 @@ async def test_an_exporter_whose_password_is_changed_at_the_server_ends_and_says
         with pytest.raises(TurnkeepError, match="the NATS server refuses the credentials; check the file"):
             async with asyncio.timeout(30):
                 await running
-    server.stop()

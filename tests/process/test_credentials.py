@@ -155,7 +155,7 @@ async def test_a_worker_and_its_commands_print_no_credentials_even_after_a_faile
     foreign_server.processes[0].wait()
     await logged("lost the connection to NATS")
     await foreign_server(**{**config, "authorization": {"token": "another"}})
-    await logged("Authorization Violation")
+    await logged("the NATS server refuses the credentials")
     await asyncio.to_thread(worker.stop)
     check_silent(worker.log)
     for file in tmp_path.glob("data/**/*"):

@@ -337,11 +337,12 @@ async def test_errors_that_come_again_and_again_in_turn_are_logged_once_a_minute
 
 
 async def test_a_running_worker_whose_password_is_changed_at_the_server_ends_and_says_why(
-    tmp_path: Path, tiny_model: Path
+    tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest
 ) -> None:
     config = tmp_path / "nats.conf"
     config.write_text(f'authorization {{ users: [{{ user: w, password: "{PASSWORD}" }}] }}')
     server = NatsServer(tmp_path / "js", ("-c", str(config)))
+    request.addfinalizer(server.kill)
     server.start()
     url = server.url.replace("//", f"//w:{quote(PASSWORD, safe='')}@")
     settings = Settings(data_dir=tmp_path / "data", nats=url, model=str(tiny_model), log_max_bytes=2**26)
@@ -354,7 +355,6 @@ async def test_a_running_worker_whose_password_is_changed_at_the_server_ends_and
     with pytest.raises(TurnkeepError, match="the NATS server refuses the credentials; check the file"):
         async with asyncio.timeout(30):
             await running
-    server.stop()
 
 
 async def test_a_certificate_that_is_not_trusted_at_a_reconnection_is_logged_with_its_remedy() -> None:

@@ -573,6 +573,7 @@ async def test_the_model_of_a_worker_can_be_changed_even_while_requests_keep_arr
     alone, served = Supervisor(Settings(model="old"), {}), list[str | None]()
     (model,) = alone._models
     model.activator = Busy()  # type: ignore[assignment]  # a stub
+    model.retention = SimpleNamespace(run=anyio.sleep_forever)  # type: ignore[assignment]  # a stub
 
     async def run(_: object) -> int:
         served.append(model.settings.model)
