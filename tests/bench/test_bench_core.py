@@ -57,7 +57,7 @@ def make_report(turns: list[TimedTurn] | None = None, **changes: object) -> Repo
         (session.Plan, "--duration -1", None),
     ],
 )
-def test_bench_options_replace_default_and_smoke_values_of_the_plan_and_are_refused_if_out_of_range(
+def test_bench_options_override_the_default_and_the_smoke_values_and_are_refused_if_out_of_range(
     kind: type, arguments: str, made: dict | None
 ) -> None:
     command = click.Command("x", callback=kind, params=[*plan.options(kind), plan.smoke(kind)])
@@ -273,7 +273,7 @@ def test_each_kind_of_falsified_bench_result_fails_the_check_made_for_it_and_no_
 
 
 @each_suite
-def test_correct_bench_results_fail_no_exact_check_and_a_statistical_check_in_at_most_5_percent_of_runs(
+def test_correct_bench_results_pass_all_exact_checks_and_in_95_percent_of_runs_all_statistical_ones(
     suite: Suite,
 ) -> None:
     runs = [judged(suite, seed) for seed in range(RUNS)]

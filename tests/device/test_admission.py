@@ -222,7 +222,7 @@ def test_turns_that_wait_for_kv_memory_are_admitted_in_rotation_among_tenants() 
     assert sorted(order[5:]) == sorted(f"many{i}" for i in range(3, 20))
 
 
-def test_small_turns_overtake_a_waiting_large_turn_and_pause_once_the_large_turn_can_then_start() -> None:
+def test_small_turns_overtake_a_waiting_large_turn_until_pausing_them_lets_the_large_turn_start() -> None:
     """Until older turns have freed enough for the large one, small turns use the free memory."""
     admission = Admission(Ledger(CAPACITY))
     for _ in range(2):  # a second large turn is not forgotten either

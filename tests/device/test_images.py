@@ -336,7 +336,7 @@ async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_gets_the_same_
     assert found == seen.greedy(tokens, (image,), found)
 
 
-async def test_an_image_with_more_tokens_than_the_ring_cache_has_to_spare_gets_the_answer_of_plain_caches(
+async def test_an_image_too_long_for_the_spare_room_of_a_ring_cache_gets_the_answer_of_plain_caches(
     seeing, open_process
 ) -> None:
     """Behind a text of which its first token still sees the end; rewound to, and restored."""

@@ -387,7 +387,7 @@ async def test_a_paged_prompt_whose_prefill_pieces_exceed_the_write_queue_still_
 
 
 @pytest.mark.parametrize(("kind", "num_dropped"), [("llama", 0), ("gemma3_text", 4)])
-async def test_a_paged_turn_waits_for_a_slow_disk_and_prefills_kv_blocks_that_were_dropped_again(
+async def test_a_paged_turn_waits_for_a_slow_disk_and_prefills_dropped_kv_blocks_a_second_time(
     build_model, open_process, monkeypatch, kind: str, num_dropped: int
 ) -> None:
     """The disk takes a block every 50 ms; each of the first waits may find the queue dropped."""
