@@ -209,7 +209,7 @@ async def test_a_request_repeated_after_a_gateway_restart_gets_the_answer_that_i
 
 
 @pytest.mark.serves("endless_model")
-async def test_a_restarted_gateway_removes_an_idle_session_if_no_client_repeats_the_running_request(
+async def test_a_restarted_gateway_removes_the_session_of_a_running_request_that_no_client_repeats(
     worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle, settled, has_started = removal.settle, [], threading.Event()
@@ -283,7 +283,7 @@ async def test_requests_and_removals_of_the_gateway_wait_while_a_worker_stops_an
 
 
 @pytest.mark.serves("endless_model")
-async def test_the_gateway_does_not_retry_cancelling_a_repeated_request_that_the_worker_has_refused(
+async def test_after_a_disconnect_the_gateway_gives_up_cancelling_a_request_that_the_worker_has_refused(
     gateway: Any,
 ) -> None:
     """After a restart, and with other ids of its calls; its client has disconnected."""

@@ -465,7 +465,7 @@ def test_a_tool_call_whose_string_argument_contains_an_unescaped_call_is_shown_a
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_a_tool_call_whose_argument_has_all_end_markers_is_text_and_reported_malformed(family: str) -> None:
+def test_a_tool_call_whose_argument_has_every_end_marker_is_text_and_reported_malformed(family: str) -> None:
     ends = good(family, "^").partition("^")[2]
     text = good(family, f"A call ends with {ends}\nand the rest")
     assert read(family, text) == (text, "", [], True)

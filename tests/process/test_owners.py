@@ -104,7 +104,7 @@ async def turns(client: Client, *, number: int = 1) -> list[Any]:
     return found
 
 
-async def test_a_parent_session_and_its_fork_forgotten_together_at_two_workers_leave_no_kv_at_either_worker(
+async def test_closing_a_parent_and_its_fork_with_forget_at_two_workers_leaves_no_kv_at_either_worker(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each worker sees the other's session as open; only the log says that both are being closed."""
@@ -132,7 +132,7 @@ async def test_a_parent_session_and_its_fork_forgotten_together_at_two_workers_l
     assert [_stored(worker.app._store, tokens) for worker in (first, second)] == [0, 0]
 
 
-async def test_a_restarted_worker_erases_snapshots_of_sessions_forgotten_while_it_was_stopped(
+async def test_a_restarted_worker_erases_snapshots_of_sessions_closed_with_forget_while_it_was_stopped(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks that another session shares stay."""
@@ -287,7 +287,7 @@ async def test_forgetting_a_session_asks_all_other_workers_to_erase_and_counts_o
     assert erased == {name: name in ("yes", "also yes") for name in names}
 
 
-async def test_a_stopping_worker_tells_other_workers_that_forward_requests_at_once_that_it_stops() -> None:
+async def test_a_stopping_worker_replies_at_once_that_it_stops_to_workers_that_forward_it_requests() -> None:
     """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
     answers = []
 
