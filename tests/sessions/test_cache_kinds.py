@@ -141,7 +141,7 @@ async def test_a_worker_logs_the_cache_class_of_each_layer_and_warns_if_kv_bits_
     assert json.loads((tmp_path / "data" / "models" / "trials.json").read_text())
 
 
-async def test_a_model_that_cannot_serve_sink_window_is_refused_with_the_reason_at_open_and_at_worker_start(
+async def test_sink_window_is_refused_for_an_unsuitable_model_by_open_requests_and_at_the_worker_start(
     local_worker, make_folder
 ) -> None:
     """At the start only if the policy is the worker's default."""

@@ -327,7 +327,7 @@ def second_result_for_a_request(world: World) -> None:
         second_result_for_a_request,
     ],
 )
-async def test_a_damaged_or_forged_checkpoint_is_not_used_to_open_its_session_and_logged_in_one_line(
+async def test_opening_a_session_ignores_a_damaged_or_forged_checkpoint_and_logs_the_fault_in_one_line(
     world: World, tamper: Callable[[World], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     await converse(world, range(22))

@@ -134,7 +134,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_an_open_with_too_few_resident_or_overlapping_pinned_tokens_under_paged_is_refused(
+async def test_an_open_request_with_too_few_resident_or_overlapping_pinned_tokens_under_paged_is_refused(
     local_worker: Callable, wide_model: Path
 ) -> None:
     worker = await local_worker(model=str(wide_model))
