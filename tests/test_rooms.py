@@ -215,7 +215,7 @@ def test_only_three_command_modules_import_from_the_cache_and_only_from_cache_ad
     assert {name: of for name, of in seen.items() if of} == expected
 
 
-def test_from_the_package_cache_ops_imports_only_cache_names() -> None:
+def test_the_package_ops_imports_nothing_of_the_package_cache_but_cache_names() -> None:
     """So logs can be verified without MLX and without a cache."""
     paths = sorted((ROOT / "ops").rglob("*.py"))
     seen = {name for path in paths for name in imports(path) if name.startswith("cache.")}

@@ -72,7 +72,7 @@ def test_a_bench_whose_model_is_in_no_local_folder_raises_an_error_that_names_th
         _ = LocalWorker(tmp_path, "--model", "org/other").model_folder
 
 
-def test_a_saved_bench_report_can_be_read_and_stays_unchanged_after_a_failed_save_on_a_full_disk(
+def test_a_bench_report_can_be_saved_and_read_and_a_failed_save_on_a_full_disk_keeps_the_old_one(
     mounted: Callable[[str], Path],
 ) -> None:
     disk = mounted("size=64k")
@@ -90,7 +90,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-async def test_a_bench_saves_partial_reports_only_between_turns_and_runs_on_when_the_disk_is_full(
+async def test_a_bench_saves_partial_reports_only_between_turns_and_continues_on_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = BenchRun(BENCH.name, lies.RESTART, CommonOptions(out=tmp_path, checkpoint=1e-9))

@@ -450,7 +450,7 @@ def held_by(engine: Engine) -> set[SessionKey]:
 
 
 @pytest.mark.parametrize("seed", first(range(3)))
-async def test_after_random_turns_event_loop_and_device_thread_agree_on_which_sessions_have_kv_in_memory(
+async def test_after_random_turns_the_event_loop_and_the_device_thread_agree_which_sessions_have_kv(
     make_engine, make_model, seed
 ) -> None:
     """Turns grow, fork, rewind, fail and are cancelled, while the device is always short of memory."""

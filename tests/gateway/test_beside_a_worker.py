@@ -58,7 +58,7 @@ async def test_a_gateway_started_by_a_worker_ends_when_its_worker_ends(
 
 
 @pytest.mark.process
-def test_launch_waits_for_the_gateway_of_a_starting_worker_but_fails_at_once_for_another_port(
+def test_launch_waits_for_the_gateway_of_a_starting_worker_but_not_for_a_gateway_on_another_port(
     worker_process: Any, tiny_model: Path
 ) -> None:
     port = free_port()

@@ -132,7 +132,7 @@ def answered(index: SessionIndex, held: IndexedSession, prompt: bytes, given: Ge
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "expired", "model_changed", "given_up"])
-def test_the_conversation_index_marks_an_answer_that_was_cut_short_as_failed(reason: str) -> None:
+def test_an_answer_that_was_cut_short_is_marked_as_failed_in_the_conversation_index(reason: str) -> None:
     """So a client that repeats the request gets a new, whole answer."""
     index, held = SessionIndex(), IndexedSession("s", 0, 1.0)
     asked = IndexedRequest(held, RequestName(b"x", b"", 0), set(), 0)

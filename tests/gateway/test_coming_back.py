@@ -248,7 +248,7 @@ async def test_a_failed_background_response_reports_its_error_when_fetched_and_w
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_a_streaming_request_that_the_full_log_refuses_returns_an_error_without_an_answer_id(
+async def test_a_streaming_request_refused_by_a_log_without_space_returns_an_error_without_an_answer_id(
     worker: Any, served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     """With an id, clients would look for an answer that is not in the log."""

@@ -118,7 +118,7 @@ async def test_a_chat_stream_whose_worker_is_killed_twice_completes_with_the_tex
     assert answer.headers["x-turnkeep-session"] == f"{one.session.split(maxsplit=1)[0]} continued"
 
 
-async def test_a_gateway_started_before_its_nats_server_answers_503_until_the_nats_server_runs(
+async def test_a_gateway_answers_503_while_the_nats_server_it_needs_has_not_started_yet(
     worker_process: Any, tmp_path: Path
 ) -> None:
     port, nats_port, log = free_port(), free_port(), tmp_path / "gateway.log"

@@ -267,7 +267,7 @@ async def test_requests_for_a_draining_workers_sessions_go_to_that_worker_which_
     assert (await owners_of(drains, [also], {"s": "a"}, {}).owner(key)).member == drains
 
 
-async def test_forgetting_a_session_asks_all_other_workers_to_erase_and_counts_only_those_that_confirm() -> (
+async def test_forgetting_a_session_asks_all_other_workers_to_erase_it_and_counts_those_that_confirm() -> (
     None
 ):
     answers = {"yes": b"true", "not yet": b"false", "also yes": b"true", "stops": b'"stops"'}

@@ -154,7 +154,7 @@ async def test_an_open_session_takes_no_more_memory_than_its_reported_size(
     assert sizes[1] - sizes[0] < counted[1] - counted[0]
 
 
-async def test_reading_the_log_of_a_session_that_another_worker_removes_meanwhile_is_repeated(
+async def test_a_log_read_is_repeated_if_another_worker_removes_the_session_meanwhile(
     world: World, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await converse(world, range(2 * EVERY))

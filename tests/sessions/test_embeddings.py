@@ -52,7 +52,7 @@ async def test_an_embedding_is_the_hidden_state_of_the_last_token_even_for_texts
 
 
 @pytest.mark.parametrize("kind", ["vectors", "scores"])
-async def test_an_embedding_or_rerank_request_running_when_its_worker_stops_fails_with_that_reason(
+async def test_an_embedding_or_rerank_request_that_runs_when_its_worker_stops_fails_with_that_reason(
     local_worker: Start, embedding_model: Path, reranker: Path, kind: str
 ) -> None:
     worker = await local_worker(model=str(embedding_model if kind == "vectors" else reranker))

@@ -96,7 +96,7 @@ async def test_a_worker_lists_per_session_the_first_request_that_it_alone_got_an
     assert intake.first_returned() == {b: 5, c: 7}
 
 
-async def test_the_count_of_requests_returned_to_nats_drops_those_not_redelivered_for_long(
+async def test_requests_returned_to_nats_and_not_redelivered_for_long_are_no_longer_counted_as_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.0)
@@ -450,7 +450,7 @@ async def test_exactly_one_worker_takes_over_a_session_with_unanswered_requests_
 
 
 @pytest.mark.parametrize(("has_stopped", "first_seq"), [(True, 1), (False, 0)])
-async def test_a_request_left_by_a_worker_that_stopped_normally_is_not_counted_as_a_crash(
+async def test_a_normal_worker_stop_that_leaves_a_request_unanswered_is_not_counted_as_a_crash(
     has_stopped: bool, first_seq: int
 ) -> None:
     cluster, taken = Cluster(home="a"), list[int]()

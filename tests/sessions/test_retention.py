@@ -457,7 +457,7 @@ async def test_a_session_is_not_unloaded_from_memory_while_an_info_request_reads
     assert (await asked)["position"] == 5
 
 
-async def test_of_idle_sessions_over_the_memory_limit_the_last_used_one_stays_loaded(
+async def test_the_most_recently_used_idle_session_stays_loaded_even_if_it_exceeds_the_memory_limit(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()

@@ -223,7 +223,7 @@ async def test_after_a_failed_read_of_the_log_no_request_is_answered_twice(
     assert len(world.results) == 4
 
 
-async def test_a_close_holds_the_lock_for_removing_closed_sessions_while_its_result_is_stored(
+async def test_the_lock_for_removing_closed_sessions_is_held_while_the_result_of_a_close_is_stored(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the worker, if the acknowledgement is late, could store the result a second time."""
@@ -533,7 +533,7 @@ async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(
     await world.assert_fold_is_life()
 
 
-async def test_a_fork_waiting_for_its_parent_counts_no_failed_attempt_and_holds_no_device_lock(
+async def test_a_fork_that_waits_for_its_parent_records_no_failed_attempt_and_holds_no_device_lock(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs nothing on the device, so it cannot be the cause of a crash."""
