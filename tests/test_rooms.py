@@ -268,7 +268,7 @@ def test_only_the_listed_modules_import_nats_py():
     assert users("nats") == NATS
 
 
-def test_in_the_worker_only_app_and_the_package_engine_import_asyncio():
+def test_app_and_engine_are_the_only_parts_of_the_worker_that_import_asyncio():
     assert {user for user in users("asyncio") if user.startswith("worker")} == ASYNCIO
 
 

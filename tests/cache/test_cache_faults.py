@@ -146,7 +146,7 @@ async def test_a_snapshot_file_is_synced_before_its_rename_and_its_folder_is_syn
     assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
 
 
-async def test_after_a_failed_disk_write_all_queued_snapshots_are_dropped_unwritten(
+async def test_all_queued_snapshots_are_dropped_unwritten_after_a_failed_disk_write(
     open_store, monkeypatch
 ) -> None:
     """Otherwise the writer would try the whole queue on a full disk."""

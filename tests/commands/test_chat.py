@@ -77,7 +77,7 @@ def said(all_requests: list[Request]) -> list[tuple[str, str | None]]:
     ]
 
 
-async def test_chat_shows_the_model_session_keyboard_shortcuts_and_last_exchange_at_its_start(
+async def test_a_chat_begins_with_the_model_the_session_the_keyboard_shortcuts_and_the_last_exchange(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()

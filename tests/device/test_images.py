@@ -265,7 +265,7 @@ async def test_a_prompt_with_an_image_gets_the_same_answer_if_it_is_prefilled_in
 
 
 @pytest.mark.parametrize("kind", ["lfm2_vl", "qwen3_vl"])
-async def test_after_a_restart_prefill_begins_inside_an_image_whose_kv_was_stored_in_part(
+async def test_prefill_after_a_restart_begins_inside_an_image_whose_kv_was_stored_in_part(
     seeing, open_process, kind
 ) -> None:
     seen, image = seeing(kind), picture(3, 60, 50)

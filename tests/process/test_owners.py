@@ -204,7 +204,7 @@ def member(name: str, **fields: Any) -> Member:
     return Member(name, "host", 1, name, boot=f"boot{name}", serves=True, **fields)
 
 
-def test_when_a_worker_ends_only_its_own_sessions_move_and_are_spread_over_all_other_workers() -> None:
+def test_only_the_sessions_of_an_ended_worker_move_and_are_spread_over_all_other_workers() -> None:
     workers = [member(name) for name in "abcd"]
     keys = [SessionKey("t", f"s{number}") for number in range(400)]
     before = {key: choose_by_hash(workers, key) for key in keys}

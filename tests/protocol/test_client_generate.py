@@ -498,7 +498,7 @@ async def test_a_client_call_keeps_waiting_if_only_one_log_read_says_that_its_re
     assert (await client.session("s1").generate(text="hi", timeout_s=20)).text == TEXT
 
 
-async def test_checks_whether_requests_were_removed_from_the_log_run_concurrently_and_delay_no_other_call(
+async def test_the_client_checks_concurrently_which_requests_left_the_log_and_delays_no_other_call(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request is looked up twice, with a pause of 2 s between; a running answer goes on meanwhile."""

@@ -544,7 +544,7 @@ async def test_a_request_that_is_perhaps_in_the_log_is_not_sent_under_another_id
     assert num_sent == 1
 
 
-async def test_if_another_nats_stream_takes_the_logs_subjects_the_clients_error_names_that_stream(
+async def test_the_clients_error_names_another_nats_stream_that_has_taken_the_subjects_of_the_log(
     client: Client, server: NatsServer
 ) -> None:
     connection = await nats.connect(server.url)

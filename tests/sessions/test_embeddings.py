@@ -265,7 +265,7 @@ async def test_a_cross_encoder_model_reranks_documents_with_the_scores_of_its_cl
         await worker.client.embed(["sky"])
 
 
-async def test_an_encoder_model_for_embeddings_refuses_sessions_reranking_and_texts_that_are_too_long(
+async def test_an_encoder_model_for_embeddings_refuses_sessions_rerank_requests_and_too_long_texts(
     local_worker: Start, tmp_path: Path
 ) -> None:
     make(tmp_path / "bert")

@@ -63,7 +63,7 @@ def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, nc: Any = No
     )
 
 
-async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_when_full_up_to_the_tenants_share() -> (
+async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_a_full_one_up_to_the_tenants_share() -> (
     None
 ):
     intake, accepted = intake_for(4, 3), []
@@ -459,7 +459,7 @@ async def test_a_normal_worker_stop_that_leaves_a_request_unanswered_is_not_coun
     assert taken == [first_seq]
 
 
-def test_a_worker_keeps_only_the_owners_of_the_sessions_that_it_looked_up_most_recently(
+def test_a_worker_remembers_only_the_owners_of_the_sessions_that_it_looked_up_most_recently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After it was paused, it remembers none."""

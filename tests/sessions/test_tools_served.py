@@ -141,7 +141,7 @@ async def test_reasoning_ends_at_its_token_budget_and_the_response_format_applie
         assert "".join(chunk.text for chunk in chunks) == result.text
 
 
-async def test_an_answer_prefix_continues_the_templates_open_reasoning_unless_the_reasoning_budget_is_0(
+async def test_an_answer_prefix_continues_reasoning_that_the_template_began_unless_the_budget_is_0(
     local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
 ) -> None:
     client = (await local_worker(model=str(thinking_model))).client
