@@ -130,7 +130,7 @@ async def test_turnkeep_chat_and_turnkeep_show_print_no_escape_codes_with_no_col
     assert "\x1b" not in await asyncio.to_thread(chat)
 
 
-async def test_a_chat_executes_slash_commands_sends_multi_line_questions_and_explains_unknown_commands(
+async def test_a_chat_executes_slash_commands_explains_unknown_ones_and_sends_multi_line_questions(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -282,7 +282,7 @@ async def test_text_typed_in_a_chat_during_an_answer_appears_at_the_next_prompt(
     assert said(await requests(worker.client)) == [("user", "first"), ("user", "TYPED MEANWHILE")]
 
 
-async def test_sigterm_ends_a_chat_that_waits_for_a_line_from_a_pipe_with_exit_code_143(
+async def test_sigterm_ends_a_chat_with_exit_code_143_while_it_waits_for_a_line_from_a_pipe(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()

@@ -184,7 +184,7 @@ def test_peak_device_memory_stays_within_the_limit_under_random_prompts(make_rig
 GIB = 2**30
 
 
-def test_only_attention_of_supported_head_sizes_is_estimated_as_fused_without_memory_for_scores() -> None:
+def test_the_memory_estimate_leaves_out_attention_scores_only_for_head_sizes_with_fused_attention() -> None:
     small, large = (Shape(8, dim, 512, 1, 1) for dim in (128, 129))
     assert attention_bytes(small, 10, 1000, fused=True) == 8 * 10 * 128 * 4
     assert attention_bytes(small, 10, 1000, fused=False) == 8 * 10 * (128 + 1000) * 4
