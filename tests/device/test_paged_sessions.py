@@ -248,7 +248,7 @@ def test_in_a_paged_session_the_most_relevant_chunk_replaces_the_least_relevant_
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
-def test_a_paged_session_keeps_a_chunk_that_only_the_last_question_matched_over_one_always_matched() -> None:
+def test_a_paged_session_reads_a_chunk_newly_matched_by_the_last_question_before_one_always_matched() -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for asked in ({5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.8}):
         pages.note(mx.array([asked.get(page, 0.0) for page in range(40)]))
