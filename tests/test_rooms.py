@@ -190,24 +190,24 @@ def test_each_layer_of_worker_and_cache_imports_only_the_layers_below_it() -> No
     assert of_the_cache <= FLOORS["cache"].keys(), "the store stands above them all"
 
 
-def test_the_worker_packages_process_and_observe_import_no_other_part_of_the_worker() -> None:
+def test_worker_process_and_worker_observe_import_no_other_package_of_the_worker() -> None:
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_worker_sessions_imports_only_the_module_port_of_engine_and_the_module_request_of_device() -> None:
+def test_the_package_worker_sessions_imports_only_engine_port_and_device_request() -> None:
     paths = (ROOT / "worker" / "sessions").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     seen = {tuple(one.split(".")[1:3]) for one in used if one.startswith(("worker.engine", "worker.device"))}
     assert seen == {("engine", "port"), ("device", "request")}
 
 
-def test_the_worker_imports_only_the_parts_names_kv_and_store_of_the_package_cache():
+def test_from_the_package_cache_the_worker_imports_only_the_parts_kv_names_and_store():
     for path in sorted((ROOT / "worker").rglob("*.py")):
         seen = {name.split(".")[1] for name in imports(path) if name.startswith("cache.")}
         assert seen <= FACE, path
 
 
-def test_only_three_command_modules_import_the_cache_and_only_its_modules_admin_and_names():
+def test_only_three_command_modules_import_from_the_cache_and_only_from_cache_admin_and_cache_names():
     seeing = {path.name: imports(path) for path in (ROOT / "commands").glob("*.py")}
     seen = {
         name: {one.split(".")[1] for one in used if one.startswith("cache.")} for name, used in seeing.items()
@@ -217,7 +217,7 @@ def test_only_three_command_modules_import_the_cache_and_only_its_modules_admin_
     assert {name: of for name, of in seen.items() if of} == expected
 
 
-def test_ops_imports_only_the_part_names_of_the_package_cache() -> None:
+def test_the_package_ops_imports_nothing_of_the_package_cache_but_cache_names() -> None:
     """So logs can be verified without MLX and without a cache."""
     paths = sorted((ROOT / "ops").rglob("*.py"))
     seen = {name for path in paths for name in imports(path) if name.startswith("cache.")}
@@ -270,7 +270,7 @@ def test_only_the_listed_modules_import_nats_py():
     assert users("nats") == NATS
 
 
-def test_in_the_worker_only_app_and_the_package_engine_import_asyncio():
+def test_app_and_engine_are_the_only_parts_of_the_worker_that_import_asyncio():
     assert {user for user in users("asyncio") if user.startswith("worker")} == ASYNCIO
 
 
@@ -334,7 +334,7 @@ def test_no_field_of_the_objects_that_carry_a_turn_between_threads_is_written_on
         assert kind != "Run" or max(map(len, by_field.values())) == 1, by_field
 
 
-def test_the_worker_package_engine_reads_only_the_fields_request_and_plan_of_a_turn() -> None:
+def test_of_a_turn_the_package_worker_engine_reads_only_the_fields_request_and_plan() -> None:
     nodes = [node for path in (ROOT / "worker" / "engine").glob("*.py") for node in attributes(path)]
     read = {node.attr for node in nodes if ast.unparse(node.value).rpartition(".")[2] == "turn"}
     assert read == {"request", "plan"}

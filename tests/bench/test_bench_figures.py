@@ -67,7 +67,7 @@ def values(turns: list[TimedTurn], measure: object) -> list[float]:
     return [sample.value for sample in load.follows(turns) if sample.measure == measure.name]
 
 
-def test_a_session_whose_turns_fail_lowers_the_fairness_of_the_load_bench_to_zero() -> None:
+def test_the_load_bench_reports_a_fairness_of_zero_if_the_turns_of_one_session_fail() -> None:
     """Such a session got no tokens, which makes the slowest session's share 0."""
     served = [make(number) for number in range(4)]
     failed = [replace(turn, error="internal", tokens=()) if i == 2 else turn for i, turn in enumerate(served)]
@@ -85,7 +85,7 @@ def test_the_load_bench_measures_throughput_only_while_all_concurrent_clients_ha
 BLOCK = 128
 
 
-def test_the_load_bench_counts_decode_speed_only_while_all_answers_of_the_batch_are_running():
+def test_the_load_bench_measures_decode_speed_only_while_all_answers_of_the_batch_are_running():
     early, late = [1, 2, 3, 4, 5], [2.5, 3.5, 4.5, 5.5, 6.5]
     assert rate_of([early, late]) == (3 + 2) / 2.5  # at 3, 4 and 5; at 3.5 and 4.5
     assert rate_of([early]) == 1

@@ -79,7 +79,7 @@ async def test_cache_ls_reports_token_sequences_and_sizes_that_match_the_snapsho
     assert "max_disk" in shown
 
 
-async def test_while_a_worker_runs_cache_commands_that_only_read_succeed_and_all_others_are_refused(
+async def test_cache_commands_that_change_no_file_succeed_beside_a_running_worker_and_others_are_refused(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     store = await open_store()
@@ -361,7 +361,7 @@ def listed(directory) -> set[bytes]:
         return {digest for (digest,) in db.execute("SELECT digest FROM snapshot")}
 
 
-def test_the_copy_of_the_cache_index_is_repeated_if_sqlite_restarts_its_write_ahead_log_meanwhile(
+def test_copying_the_cache_index_starts_again_if_sqlite_restarts_the_write_ahead_log_meanwhile(
     tmp_path, monkeypatch
 ) -> None:
     """Otherwise the copy would have old pages for which the new log has no replacement."""

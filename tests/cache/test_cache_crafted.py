@@ -223,7 +223,7 @@ def link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [directory, pipe, link])
-async def test_a_directory_pipe_or_link_in_the_place_of_a_snapshot_does_not_block_opening_a_store(
+async def test_a_store_opens_even_if_a_directory_pipe_or_link_has_the_name_of_a_snapshot_file(
     tmp_path, open_store, make
 ) -> None:
     """Opening a pipe blocks for ever if nobody writes to it."""
@@ -300,7 +300,7 @@ PAYLOAD = b"".join(tensor.data for tensor in cut(TOKENS, Span(0, BLOCK)))
 @example(HEADER.replace(b"[1,2,4,3]", b'""'))
 @example(HEADER.replace(b"0.keys", ZERO.encode() + b".keys").replace(b"0.values", ZERO.encode() + b".values"))
 @example(HEADER.replace(b'"0.keys"', b'"0.keys 0.values 0.keys"'))
-def test_a_randomly_changed_snapshot_header_is_rejected_or_read_as_written_without_other_errors(
+def test_a_randomly_changed_snapshot_header_is_rejected_or_read_with_the_original_tokens_and_layout(
     tmp_path_factory, text
 ) -> None:
     """Reading it may neither raise another exception nor return another name or layout."""

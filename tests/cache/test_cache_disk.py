@@ -180,7 +180,7 @@ async def failing(store, tokens) -> list[str]:
     return [log["code"] for log in logs if log["event"] == "snapshot_writes_failing"]
 
 
-async def test_on_a_disk_remounted_read_only_the_cache_still_restores_and_saves_again_once_it_is_writable(
+async def test_a_cache_on_a_disk_remounted_read_only_restores_and_saves_again_once_the_disk_is_writable(
     open_store, mounted, read_only
 ) -> None:
     clock = Clock()

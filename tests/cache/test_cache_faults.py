@@ -146,7 +146,7 @@ async def test_a_snapshot_file_is_synced_before_its_rename_and_its_folder_is_syn
     assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
 
 
-async def test_after_a_failed_disk_write_all_queued_snapshots_are_dropped_unwritten(
+async def test_all_queued_snapshots_are_dropped_unwritten_after_a_failed_disk_write(
     open_store, monkeypatch
 ) -> None:
     """Otherwise the writer would try the whole queue on a full disk."""
@@ -329,7 +329,7 @@ def no_room():
     return lacking
 
 
-async def test_on_a_full_disk_snapshot_files_missing_from_the_index_are_restored_and_can_be_erased(
+async def test_snapshots_missing_from_the_index_can_be_restored_and_erased_even_on_a_full_disk(
     open_store, tmp_path, no_room
 ) -> None:
     """A disk that fills up may have had room for a file, and not for its row."""
@@ -350,7 +350,7 @@ async def test_on_a_full_disk_snapshot_files_missing_from_the_index_are_restored
         assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_a_damaged_snapshot_file_read_by_several_concurrent_restores_is_counted_once(
+async def test_a_damaged_snapshot_file_that_several_restores_read_at_once_is_counted_as_one_damaged_file(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)

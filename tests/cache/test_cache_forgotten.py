@@ -141,7 +141,7 @@ async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_re
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_later_erases_are_confirmed_although_a_file_whose_removal_failed_was_saved_again(
+async def test_after_a_failed_file_removal_later_erases_are_confirmed_once_the_file_is_saved_again(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -168,7 +168,7 @@ async def test_an_erase_is_not_confirmed_while_another_turn_uses_the_snapshot_fi
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_an_erase_keeps_the_snapshots_of_as_many_first_tokens_as_are_declared_shared(
+async def test_an_erase_keeps_the_full_blocks_of_the_first_tokens_that_its_caller_declares_as_shared(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -261,14 +261,14 @@ async def test_an_erase_removes_the_snapshots_of_the_same_tokens_of_other_models
     assert store.stats().stored == 13
 
 
-def test_after_a_rewind_the_erasure_hash_of_a_session_is_computed_from_its_current_tokens() -> None:
+def test_after_a_rewind_the_hash_by_which_a_session_is_erased_is_that_of_its_current_tokens() -> None:
     """The rewind took only a part of the tokens since its last mark but one."""
     marker, after = Marker("a"), as_tokens([*range(250), *range(900, 1000)])
     marker.mark(as_tokens(range(300)))
     assert marker.mark(after) == Marker("a").mark(after)
 
 
-def test_erasure_hashes_differ_by_tenant_and_depend_on_all_preceding_tokens() -> None:
+def test_hashes_by_which_kv_is_erased_differ_by_tenant_and_depend_on_all_preceding_tokens() -> None:
     """With `shared`, marks also depend on the number of first tokens that are kept."""
     packed, other = pack(range(300)), pack([9, *range(1, 200)])
     marks = Marks.of("a", packed, shared=140)

@@ -45,7 +45,7 @@ def load(path, layout=None, num_tokens=BLOCK, **changes):
     return blank.arrays()
 
 
-def test_a_snapshot_written_a_few_bytes_per_system_call_gives_the_same_file_as_in_one_write(
+def test_writing_a_snapshot_a_few_bytes_per_system_call_gives_the_same_file_as_writing_it_at_once(
     path, tmp_path, monkeypatch
 ) -> None:
     at_a_time, writev = random.Random(7), os.writev
@@ -255,7 +255,7 @@ def test_a_restore_reads_blocks_into_one_array_and_of_the_last_block_only_the_ne
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, BLOCK])
-def test_a_snapshot_read_by_short_system_reads_of_a_few_bytes_is_read_whole(
+def test_a_snapshot_file_is_read_completely_even_if_each_system_call_returns_only_a_few_bytes(
     path, monkeypatch, num_tokens
 ) -> None:
     readv = os.readv

@@ -24,7 +24,7 @@ def name(tokens, parent=ROOT) -> Name:
     return Name(parent, 0 if parent == ROOT else 4, pack(tokens))
 
 
-def test_snapshots_of_a_session_that_were_last_used_together_are_evicted_last_position_first() -> None:
+def test_of_a_sessions_snapshots_with_equal_last_use_the_one_nearest_its_end_is_evicted_first() -> None:
     index = SnapshotIndex(lambda: 0.0)
     one = index.add(name((1, 2)), 1)
     two = index.add(Name(one.digest, 2, pack((3,))), 1)
@@ -43,7 +43,7 @@ def test_snapshots_of_a_session_that_were_last_used_together_are_evicted_last_po
     assert index.oldest() is one
 
 
-def test_a_snapshot_removed_while_in_use_is_no_longer_counted_or_evictable_after_its_release() -> None:
+def test_the_release_of_a_snapshot_removed_while_in_use_leaves_nothing_to_evict_and_0_bytes_in_use() -> None:
     index = SnapshotIndex(lambda: 0.0)
     node = index.add(name((1, 2)), 1)
     index.mark_durable(node)

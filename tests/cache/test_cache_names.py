@@ -338,7 +338,7 @@ def test_a_token_sequence_with_images_can_be_cut_and_continued_at_any_position()
             assert head + tokens[at:] == tokens
 
 
-def test_results_store_the_tokens_of_an_image_as_the_token_ids_that_the_model_runs() -> None:
+def test_tokens_stored_in_a_result_contain_the_models_image_token_id_for_each_token_of_an_image() -> None:
     tokens, _ = made([1], (ONE, 5), [2])
     assert from_compact(to_compact(tokens)).ids() == tokens.ids()
     assert tokens.ids().tolist() == [1, 7, 7, 7, 7, 7, 2]

@@ -85,7 +85,7 @@ def test_opening_a_data_directory_removes_the_access_of_other_system_users_to_it
         assert open_to_others(tmp_path / "data") == ["models", "worker.lock"], "which say nothing of anybody"
 
 
-async def test_a_command_with_the_option_json_prints_only_json_even_if_it_removes_other_users_access(
+async def test_a_cache_command_with_json_prints_only_json_even_if_it_makes_the_cache_directory_private(
     filled,
 ) -> None:
     filled.chmod(0o755)

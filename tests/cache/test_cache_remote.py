@@ -142,9 +142,7 @@ async def test_an_erase_is_confirmed_only_if_the_directories_of_the_remote_tier_
     assert not (await one.eraser.erase("a", pack(TOKENS))).settled
 
 
-async def test_an_erase_keeps_remote_blocks_that_other_sessions_continue(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_an_erase_keeps_remote_blocks_another_session_shares(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     other = [*TOKENS[:8], 77, 78]
@@ -154,7 +152,7 @@ async def test_an_erase_keeps_remote_blocks_that_other_sessions_continue(
     assert await fetched(one, other) == 10
 
 
-async def test_an_erase_by_logged_hashes_keeps_remote_blocks_another_session_continues(open_two: Any) -> None:
+async def test_an_erase_by_logged_hashes_keeps_remote_blocks_another_session_shares(open_two: Any) -> None:
     one, two = await open_two()
     for tokens in (GONE, KEPT):
         await put(one, tokens)
@@ -189,7 +187,7 @@ async def test_two_concurrent_fetches_of_the_same_snapshots_from_the_remote_tier
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_an_erase_keeps_the_remote_block_of_the_first_tokens_if_they_are_declared_shared(
+async def test_an_erase_keeps_the_remote_block_of_the_first_tokens_if_its_caller_declares_them_as_shared(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, _ = await open_two()
@@ -281,7 +279,7 @@ async def test_local_saves_and_restores_succeed_after_the_remote_tiers_directory
     assert await fetched(two, [5, 6, 7, 8]) == 4
 
 
-async def test_a_remote_tier_stays_within_its_size_limit_and_evicts_sessions_from_their_ends(
+async def test_a_remote_tier_stays_within_its_size_limit_by_evicting_the_last_blocks_of_sessions_first(
     open_store: Any, tmp_path: Path
 ) -> None:
     plenty = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
@@ -611,7 +609,7 @@ async def test_an_erase_by_logged_hashes_repeats_an_erase_that_the_remote_tier_d
     assert in_tier(tmp_path) == []
 
 
-async def test_a_remote_tier_restored_from_a_backup_reports_which_erasures_to_repeat_before_any_fetch(
+async def test_a_remote_tier_restored_from_a_backup_reports_the_older_log_position_to_which_it_is_erased(
     open_two: Any, tmp_path: Path
 ) -> None:
     """It says how far they are; nothing is fetched before. What another session continues stays."""

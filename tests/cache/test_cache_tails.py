@@ -58,7 +58,7 @@ async def test_saving_a_full_block_removes_the_partial_blocks_of_the_same_tokens
     assert len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
 
 
-async def test_saving_a_full_block_keeps_a_partial_block_that_another_session_continues(open_store) -> None:
+async def test_saving_a_full_block_keeps_a_partial_block_that_another_sessions_kv_needs(open_store) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     for tokens in ([*range(8)], [*range(8), 50, 51], [*range(16)]):
         save_all(store, "a", tokens)

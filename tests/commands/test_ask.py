@@ -173,7 +173,7 @@ async def begun(client: Client, count: int) -> None:
 
 
 @pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM", "closed terminal"])
-async def test_ctrl_c_makes_ask_cancel_and_exit_with_130_and_sigterm_or_a_closed_terminal_with_143(
+async def test_ask_cancels_its_answer_and_exits_with_130_on_ctrl_c_and_with_143_on_sigterm_or_hangup(
     local_worker: Callable[..., Any], endless_model: Path, ended: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))

@@ -77,7 +77,7 @@ def said(all_requests: list[Request]) -> list[tuple[str, str | None]]:
     ]
 
 
-async def test_chat_shows_the_model_session_keyboard_shortcuts_and_last_exchange_at_its_start(
+async def test_a_chat_begins_with_the_model_the_session_the_keyboard_shortcuts_and_the_last_exchange(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -108,7 +108,7 @@ async def test_chat_shows_the_model_session_keyboard_shortcuts_and_last_exchange
 
 
 @pytest.mark.parametrize("more", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-async def test_the_commands_show_and_chat_print_no_escape_codes_if_no_color_is_set_or_the_terminal_is_dumb(
+async def test_turnkeep_chat_and_turnkeep_show_print_no_escape_codes_with_no_color_or_on_a_dumb_terminal(
     local_worker: Callable[..., Any], more: dict[str, str]
 ) -> None:
     worker = await local_worker()
@@ -130,7 +130,7 @@ async def test_the_commands_show_and_chat_print_no_escape_codes_if_no_color_is_s
     assert "\x1b" not in await asyncio.to_thread(chat)
 
 
-async def test_a_chat_executes_slash_commands_sends_multi_line_questions_and_explains_unknown_commands(
+async def test_a_chat_executes_slash_commands_explains_unknown_ones_and_sends_multi_line_questions(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -282,7 +282,7 @@ async def test_text_typed_in_a_chat_during_an_answer_appears_at_the_next_prompt(
     assert said(await requests(worker.client)) == [("user", "first"), ("user", "TYPED MEANWHILE")]
 
 
-async def test_sigterm_ends_a_chat_that_waits_for_a_line_from_a_pipe_with_exit_code_143(
+async def test_sigterm_ends_a_chat_with_exit_code_143_while_it_waits_for_a_line_from_a_pipe(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -311,7 +311,7 @@ def user(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
 
 
-async def test_the_last_exchanges_of_a_chat_omit_failed_repeated_and_rewound_questions_and_closed_sessions(
+async def test_the_last_exchanges_of_a_session_omit_failed_and_rewound_questions_and_repeats_of_a_request(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -339,7 +339,7 @@ async def test_the_last_exchanges_of_a_chat_omit_failed_repeated_and_rewound_que
     assert await seen() == [("raw", 0)]
 
 
-async def test_rewinding_a_chat_behind_an_exchange_whose_prompt_a_later_one_rewrote_raises_an_error(
+async def test_a_chat_cannot_be_rewound_to_an_exchange_whose_tokens_a_later_exchange_has_rewritten(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()

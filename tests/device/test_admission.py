@@ -222,7 +222,7 @@ def test_turns_that_wait_for_kv_memory_are_admitted_in_rotation_among_tenants() 
     assert sorted(order[5:]) == sorted(f"many{i}" for i in range(3, 20))
 
 
-def test_small_turns_overtake_a_waiting_large_turn_and_pause_once_the_large_turn_can_then_start() -> None:
+def test_small_turns_overtake_a_waiting_large_turn_until_pausing_them_lets_the_large_turn_start() -> None:
     """Until older turns have freed enough for the large one, small turns use the free memory."""
     admission = Admission(Ledger(CAPACITY))
     for _ in range(2):  # a second large turn is not forgotten either
@@ -450,7 +450,7 @@ def held_by(engine: Engine) -> set[SessionKey]:
 
 
 @pytest.mark.parametrize("seed", first(range(3)))
-async def test_after_random_turns_event_loop_and_device_thread_agree_on_which_sessions_have_kv_in_memory(
+async def test_after_random_turns_the_event_loop_and_the_device_thread_agree_which_sessions_have_kv(
     make_engine, make_model, seed
 ) -> None:
     """Turns grow, fork, rewind, fail and are cancelled, while the device is always short of memory."""

@@ -115,7 +115,7 @@ async def test_the_kv_audit_quarantines_a_wrong_block_and_removes_all_later_bloc
         assert found.num_cached == 2 * BLOCK, "also the session's KV on the device is gone"
 
 
-async def test_the_kv_audit_skips_a_block_that_was_evicted_and_holds_no_snapshots_of_blocks_before_it(
+async def test_the_kv_audit_skips_an_evicted_block_and_releases_the_snapshots_of_the_blocks_before_it(
     make_model, open_process, monkeypatch
 ) -> None:
     model = make_model("llama")

@@ -185,7 +185,7 @@ def test_a_snapshot_too_large_for_the_write_queue_leaves_out_recurrent_states_fi
         assert cut == expected
 
 
-def test_a_turn_reserves_write_queue_space_for_the_recurrent_state_at_its_end(make_caches, make_rig) -> None:
+def test_a_turn_reserves_write_queue_space_for_its_final_recurrent_state(make_caches, make_rig) -> None:
     """At earlier block boundaries a state is stored only if the queue has space for two."""
     model, new = make_caches("mamba2")
     caches = new()

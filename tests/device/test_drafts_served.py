@@ -106,7 +106,7 @@ async def test_answers_with_a_draft_model_equal_those_without_one(
         ("absent", r"there is no model"),
     ],
 )
-async def test_a_worker_refuses_a_missing_draft_model_or_one_with_other_tokens(
+async def test_a_worker_refuses_a_missing_draft_model_or_one_with_another_vocabulary(
     local_worker: Callable[..., Awaitable[Any]],
     pair: tuple[Path, Path],
     embedding_model: Path,

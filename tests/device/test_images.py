@@ -265,7 +265,7 @@ async def test_a_prompt_with_an_image_gets_the_same_answer_if_it_is_prefilled_in
 
 
 @pytest.mark.parametrize("kind", ["lfm2_vl", "qwen3_vl"])
-async def test_after_a_restart_prefill_begins_inside_an_image_whose_kv_was_stored_in_part(
+async def test_prefill_after_a_restart_begins_inside_an_image_whose_kv_was_stored_in_part(
     seeing, open_process, kind
 ) -> None:
     seen, image = seeing(kind), picture(3, 60, 50)
@@ -336,7 +336,7 @@ async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_gets_the_same_
     assert found == seen.greedy(tokens, (image,), found)
 
 
-async def test_an_image_with_more_tokens_than_the_ring_cache_has_to_spare_gets_the_answer_of_plain_caches(
+async def test_an_image_too_long_for_the_spare_room_of_a_ring_cache_gets_the_answer_of_plain_caches(
     seeing, open_process
 ) -> None:
     """Behind a text of which its first token still sees the end; rewound to, and restored."""
@@ -518,7 +518,7 @@ async def test_a_turn_whose_image_cannot_be_read_fails_and_concurrent_turns_comp
         assert (await run(process, asked[0], 6, read))[1] == found
 
 
-async def test_a_turn_cancelled_while_it_waits_for_an_image_ends_and_the_next_turn_is_answered(
+async def test_cancelling_a_turn_that_waits_for_an_image_ends_it_and_the_next_turn_is_answered(
     seeing, open_process
 ) -> None:
     seen, image = seeing("idefics3"), picture(1)

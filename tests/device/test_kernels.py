@@ -213,7 +213,7 @@ def test_cpu_attention_computed_head_by_head_equals_attention_of_all_heads_at_on
 
 
 @ON_CPU
-def test_on_a_cpu_only_large_float32_attention_runs_in_numpy() -> None:
+def test_only_large_float32_attention_on_a_cpu_runs_in_numpy() -> None:
     queries, keys, _ = some(1, 9, 3, 128, 700)
     assert cpu.faster_attention(queries, keys)
     assert not cpu.faster_attention(queries[:, :, :1], keys[:, :, :100])

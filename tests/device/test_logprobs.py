@@ -132,7 +132,7 @@ def test_speculative_decoding_under_a_grammar_changes_no_token_and_accepts_some_
     assert batch.speculation.num_accepted > 0
 
 
-def test_an_answer_whose_grammar_allows_no_more_text_samples_only_end_tokens(make_model, grammar) -> None:
+def test_once_a_grammar_allows_no_more_text_only_end_tokens_are_sampled(make_model, grammar) -> None:
     """One grammar is complete before `min_tokens`; the other needs a letter that no token has."""
     model = make_model("llama")
     samplings = [

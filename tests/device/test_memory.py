@@ -184,7 +184,7 @@ def test_peak_device_memory_stays_within_the_limit_under_random_prompts(make_rig
 GIB = 2**30
 
 
-def test_fused_attention_is_estimated_without_a_score_matrix_and_only_for_supported_head_sizes() -> None:
+def test_the_memory_estimate_leaves_out_attention_scores_only_for_head_sizes_with_fused_attention() -> None:
     small, large = (Shape(8, dim, 512, 1, 1) for dim in (128, 129))
     assert attention_bytes(small, 10, 1000, fused=True) == 8 * 10 * 128 * 4
     assert attention_bytes(small, 10, 1000, fused=False) == 8 * 10 * (128 + 1000) * 4
@@ -196,7 +196,7 @@ def test_fused_attention_is_estimated_without_a_score_matrix_and_only_for_suppor
     assert not small.fuses(_PROFILES["cpu"].fused_head_dims)
 
 
-def test_latent_attention_is_estimated_with_the_latent_head_sizes_and_as_unfused() -> None:
+def test_the_memory_of_latent_attention_is_estimated_as_unfused_with_the_latent_head_sizes() -> None:
     """In such configurations (deepseek_v3) the field `head_dim` has only the size of the rotary part."""
     config = {
         "num_attention_heads": 128,

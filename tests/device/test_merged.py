@@ -281,7 +281,7 @@ def test_a_batch_row_that_joins_merged_kv_caches_takes_no_more_memory_than_estim
         assert mx.get_active_memory() - before <= said + 20_000
 
 
-def test_a_step_in_which_merged_kv_caches_take_more_memory_is_announced_for_all_rows(make_model) -> None:
+def test_all_rows_are_listed_as_growing_before_a_step_that_enlarges_merged_kv_caches(make_model) -> None:
     """Merged KV grows by 256 tokens for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
     merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))

@@ -248,7 +248,7 @@ def test_in_a_paged_session_the_most_relevant_chunk_replaces_the_least_relevant_
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
-def test_a_paged_session_prefers_a_chunk_newly_matched_by_the_last_question_to_one_always_matched() -> None:
+def test_a_paged_session_reads_a_chunk_newly_matched_by_the_last_question_before_one_always_matched() -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for asked in ({5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.8}):
         pages.note(mx.array([asked.get(page, 0.0) for page in range(40)]))
@@ -387,7 +387,7 @@ async def test_a_paged_prompt_whose_prefill_pieces_exceed_the_write_queue_still_
 
 
 @pytest.mark.parametrize(("kind", "num_dropped"), [("llama", 0), ("gemma3_text", 4)])
-async def test_a_paged_turn_waits_for_a_slow_disk_and_prefills_kv_blocks_that_were_dropped_again(
+async def test_a_paged_turn_waits_for_a_slow_disk_and_prefills_dropped_kv_blocks_a_second_time(
     build_model, open_process, monkeypatch, kind: str, num_dropped: int
 ) -> None:
     """The disk takes a block every 50 ms; each of the first waits may find the queue dropped."""

@@ -104,7 +104,7 @@ def test_the_setting_kv_bits_leaves_windowed_and_recurrent_layers_unquantised(
     assert layers.describe(make_prompt_cache(make_model(kind, 8))) == described
 
 
-def test_with_a_head_size_of_64_kv_is_quantised_in_groups_of_64_numbers() -> None:
+def test_kv_of_head_size_64_is_quantised_in_groups_of_64_numbers() -> None:
     config = CONFIGS["llama"] | {"hidden_size": 256, "head_dim": 64}
     model = llama.Model(llama.ModelArgs.from_dict({"model_type": "llama", **config}))
     quantise_kv(model, 4)

@@ -120,7 +120,7 @@ EXACT = [
 
 
 @pytest.mark.parametrize(("kind", "kv_bits", "policy"), EXACT, ids=str)
-async def test_each_turn_in_a_new_process_prefills_only_new_tokens_and_has_the_logits_of_one_process(
+async def test_with_a_new_process_for_each_turn_only_new_tokens_are_prefilled_and_logits_do_not_change(
     open_process, kind, kv_bits, policy
 ) -> None:
     """Compares a process per turn with one for all turns: all bits of the logits, and tokens drawn by a seed.

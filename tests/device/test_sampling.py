@@ -75,7 +75,7 @@ def test_penalties_biases_and_min_tokens_change_logits_exactly_as_a_plain_python
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_penalties_and_min_tokens_of_a_draw_count_the_draft_tokens_before_it() -> None:
+def test_draft_tokens_before_a_sampled_token_count_towards_its_penalties_and_min_tokens() -> None:
     sampling = RowSampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12)
     sampler = RowSampler(sampling, answered=[7] * 10, prompt=[3], end_tokens=frozenset((1,)))
 
@@ -169,7 +169,7 @@ def draws(values: np.ndarray, sampling: RowSampling, num: int, seen: set[int] = 
 
 @given(st.integers(0, 10_000))
 @settings(deadline=None, max_examples=30)
-def test_temperature_0_draws_the_most_likely_token_whatever_the_other_sampling_settings_are(
+def test_at_temperature_0_the_most_likely_token_is_sampled_whatever_the_other_sampling_settings_are(
     seed: int,
 ) -> None:
     values = few_logits(seed)
@@ -214,7 +214,7 @@ def test_sampled_tokens_follow_the_distribution_that_temperature_top_p_top_k_and
     st.sampled_from([0.3, 1.0, 3.0]),
     st.sets(st.integers(0, SMALL - 1)),
 )
-def test_no_combination_of_sampling_filters_draws_a_token_that_the_combination_excludes(
+def test_no_token_is_sampled_that_the_combination_of_sampling_filters_excludes(
     seed, top_k, top_p, min_p, temperature, seen
 ) -> None:
     values = few_logits(seed)
@@ -236,7 +236,7 @@ def test_min_p_1_and_a_tiny_top_p_leave_only_the_most_likely_token() -> None:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-30])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 3, "min_p": 0.1}], ids=str)
-def test_a_temperature_too_small_for_float32_division_draws_the_most_likely_token(
+def test_with_a_temperature_too_small_for_float32_division_the_most_likely_token_is_sampled(
     temperature: float, filters: dict[str, float]
 ) -> None:
     """This includes the largest logits of half precision, and -inf for ids without a token."""
@@ -258,7 +258,7 @@ def test_a_top_p_too_small_for_float32_leaves_only_the_most_likely_token(share: 
 
 
 @pytest.mark.parametrize("penalty", [5e-324, 1e-46, 1e-40])
-def test_a_repetition_penalty_too_small_for_float32_still_draws_the_most_likely_repeated_token(
+def test_the_most_likely_token_seen_before_is_sampled_if_the_repetition_penalty_underflows_float32(
     penalty: float,
 ) -> None:
     values, sampling = few_logits(6), RowSampling(1e-3, repetition_penalty=penalty)

@@ -259,7 +259,7 @@ async def test_a_gpu_failure_while_the_kv_of_an_idle_session_is_copied_ends_neit
 
 
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "qwen3_next"])
-async def test_kv_of_idle_sessions_is_copied_for_saving_only_once_a_full_disk_has_room_again(
+async def test_kv_of_idle_sessions_is_not_copied_for_saving_until_a_full_disk_has_room_again(
     kind: str,
     make_model: Callable[..., Any],
     open_process: Callable[..., Any],
@@ -306,7 +306,7 @@ async def test_saving_missing_kv_of_an_idle_session_evicts_only_snapshots_that_w
         assert store.stats().durable - num_durable < 3, "sessions that were used earlier were saved again"
 
 
-async def test_a_session_whose_early_kv_has_left_the_device_does_not_end_the_saving_of_snapshots(
+async def test_the_task_that_saves_snapshots_survives_a_session_whose_early_kv_has_left_the_device(
     make_model, open_process
 ) -> None:
     policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))

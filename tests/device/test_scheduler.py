@@ -130,7 +130,7 @@ def test_a_tenant_gets_no_more_batch_rows_than_its_share_even_if_more_are_free()
     assert sorted(turn.tenant for turn in scheduler.decoding) == ["a", "a", "b"]
 
 
-def test_short_answers_of_one_tenant_leave_the_batch_rows_of_other_tenants_free() -> None:
+def test_short_answers_of_one_tenant_do_not_take_the_batch_rows_of_other_tenants() -> None:
     scheduler = Scheduler(8, BLOCK, 2)
     for turn in [*(Turn(1, "b", is_short=True) for _ in range(3)), Turn(1, "a")]:
         scheduler.add(turn)

@@ -136,9 +136,7 @@ def test_the_snapshot_of_an_answers_last_block_has_only_new_tokens_or_replaces_s
     assert rig.cuts(turn) == [cut] * (cut is not None)
 
 
-def test_kv_not_copied_for_snapshots_while_the_write_queue_is_full_is_copied_once_space_is_free(
-    make_rig, model
-) -> None:
+def test_kv_for_snapshots_is_copied_later_if_the_write_queue_is_full_at_first(make_rig, model) -> None:
     room_bytes = 0
     rig = make_rig(model, room=lambda: room_bytes)
     turn = generate(prompt(20), 40, spans=[Span(0, 8), Span(8, 16)])

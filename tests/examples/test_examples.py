@@ -149,7 +149,7 @@ async def gateway(worker: Any, port: int) -> AsyncIterator[None]:
         ("fan_out.py", 9, "tokens prefilled"),
     ],
 )
-async def test_each_example_prints_the_same_output_again_after_a_crash_of_its_worker(
+async def test_each_example_run_again_after_a_crash_of_its_worker_prints_the_same_output(
     here: Here, example: str, num_requests: int, said: str
 ) -> None:
     process = await here.run(*example.split())

@@ -79,7 +79,7 @@ async def test_a_stream_ends_with_an_error_event_when_a_worker_stops_with_its_ga
 
 
 @pytest.mark.process
-def test_launch_waits_for_the_gateway_of_a_starting_worker_but_fails_at_once_for_another_port(
+def test_launch_waits_for_the_gateway_of_a_starting_worker_but_not_for_a_gateway_on_another_port(
     worker_process: Any, tiny_model: Path
 ) -> None:
     port = free_port()

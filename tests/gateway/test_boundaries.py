@@ -132,7 +132,7 @@ def answered(index: SessionIndex, held: IndexedSession, prompt: bytes, given: Ge
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "expired", "model_changed", "given_up"])
-def test_the_conversation_index_marks_an_answer_that_was_cut_short_as_failed(reason: str) -> None:
+def test_an_answer_that_was_cut_short_is_marked_as_failed_in_the_conversation_index(reason: str) -> None:
     """So a client that repeats the request gets a new, whole answer."""
     index, held = SessionIndex(), IndexedSession("s", 0, 1.0)
     asked = IndexedRequest(held, RequestName(b"x", b"", 0), set(), 0)
@@ -255,7 +255,7 @@ def test_requests_that_differ_in_sampling_options_or_answer_index_have_different
     assert len(digests) == 6
 
 
-def test_a_gateway_cancels_a_large_request_and_no_longer_its_append_once_the_append_has_ended() -> None:
+def test_once_the_append_of_a_large_request_has_ended_the_gateway_no_longer_cancels_that_append() -> None:
     asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
     asked.begin_append("append")
     asked.end_append(b"b", 5)

@@ -135,7 +135,7 @@ async def test_an_answer_can_be_fetched_by_its_id_only_from_the_api_path_that_ge
         assert not (await http.post(f"{path}/{answer['id']}/cancel")).json().get("is_running")
 
 
-async def test_fetching_a_running_answer_by_its_id_returns_once_the_answer_has_ended(
+async def test_fetching_a_running_answer_by_its_id_waits_until_the_answer_has_ended(
     http: httpx2.AsyncClient, served: Any
 ) -> None:
     """Several clients may read the answer; one that disconnects does not end it."""
@@ -266,7 +266,7 @@ async def test_a_failed_answer_of_the_log_names_the_field_as_its_api_does(
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_a_streaming_request_that_the_full_log_refuses_returns_an_error_without_an_answer_id(
+async def test_a_streaming_request_refused_by_a_log_without_space_returns_an_error_without_an_answer_id(
     worker: Any, served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     """With an id, clients would look for an answer that is not in the log."""
@@ -482,7 +482,7 @@ async def test_looking_up_an_idempotency_key_in_the_log_is_retried_after_a_lost_
     assert not errors
 
 
-async def test_a_gateway_whose_nats_connection_was_closed_for_good_answers_the_next_message_over_a_new_one(
+async def test_a_gateway_whose_nats_connection_was_closed_for_good_opens_a_new_one_for_the_next_request(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     """As if its credentials had expired, or a client's message had exceeded a limit of its account."""

@@ -55,7 +55,7 @@ async def test_a_request_under_the_idempotency_key_of_a_deleted_answer_generates
         await one.aclose()
 
 
-async def test_the_fork_opened_for_an_idempotency_key_is_found_only_until_its_session_is_closed(
+async def test_a_fork_opened_for_an_idempotency_key_is_no_longer_found_after_its_session_is_closed(
     worker: Any,
 ) -> None:
     answer_id, client = id_of("again"), worker.client

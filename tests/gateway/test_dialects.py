@@ -14,7 +14,7 @@ NUM = 12
 
 @pytest.mark.serves("endless_model")
 @pytest.mark.parametrize("name", APIS)
-async def test_in_each_api_the_stream_has_the_whole_answers_text_and_a_turn_prefills_only_new_messages(
+async def test_each_api_gives_the_same_text_streamed_or_whole_and_prefills_only_the_new_messages(
     name: str, http: httpx2.AsyncClient
 ) -> None:
     """Also if a message has a part that the model cannot read, of which each answer warns."""

@@ -118,7 +118,7 @@ async def test_a_chat_stream_whose_worker_is_killed_twice_completes_with_the_tex
     assert answer.headers["x-turnkeep-session"] == f"{one.session.split(maxsplit=1)[0]} continued"
 
 
-async def test_a_gateway_started_before_its_nats_server_answers_503_until_the_nats_server_runs(
+async def test_a_gateway_answers_503_while_the_nats_server_it_needs_has_not_started_yet(
     worker_process: Any, tmp_path: Path
 ) -> None:
     port, nats_port, log = free_port(), free_port(), tmp_path / "gateway.log"
@@ -314,7 +314,7 @@ async def test_a_request_repeated_after_a_gateway_restart_gets_the_answer_that_i
 
 
 @pytest.mark.serves("endless_model")
-async def test_a_restarted_gateway_removes_an_idle_session_if_no_client_repeats_the_running_request(
+async def test_a_restarted_gateway_removes_the_session_of_a_running_request_that_no_client_repeats(
     worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle, settled, has_started = removal.settle, [], threading.Event()
@@ -388,7 +388,7 @@ async def test_requests_and_removals_of_the_gateway_wait_while_a_worker_stops_an
 
 
 @pytest.mark.serves("endless_model")
-async def test_the_gateway_does_not_retry_cancelling_a_repeated_request_that_the_worker_has_refused(
+async def test_after_a_disconnect_the_gateway_gives_up_cancelling_a_request_that_the_worker_has_refused(
     gateway: Any,
 ) -> None:
     """After a restart, and with other ids of its calls; its client has disconnected."""

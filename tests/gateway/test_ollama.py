@@ -36,7 +36,7 @@ async def test_the_ollama_generate_endpoint_returns_the_same_answer_whole_and_as
     assert raw["prompt_eval_count"] < whole["prompt_eval_count"] < system["prompt_eval_count"]
 
 
-async def test_an_ollama_request_without_a_prompt_loads_its_model_but_without_a_supervisor_unloads_none(
+async def test_an_ollama_request_without_a_prompt_loads_its_model_and_unloading_needs_a_supervisor(
     http: httpx2.AsyncClient,
 ) -> None:
     for path, more in (("generate", {}), ("chat", {"messages": []})):

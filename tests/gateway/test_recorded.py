@@ -218,7 +218,7 @@ def test_responses_api_output_items_sent_back_in_any_order_match_the_known_conve
         assert boundaries.chain(again.messages, again.options)[-1] in boundaries.after_answer(prompt, done)
 
 
-def test_if_no_worker_can_be_reached_a_responses_stream_ends_with_the_event_error() -> None:
+def test_a_responses_api_stream_ends_with_an_error_event_if_no_worker_can_be_reached() -> None:
     """The log may have the request; then a worker answers it later."""
     writer = answers.ResponseEvents(read(), "x", 5)
     writer.start(0)

@@ -263,7 +263,7 @@ async def test_a_message_sent_to_a_session_that_was_removed_meanwhile_is_deleted
             await asyncio.sleep(0.05)
 
 
-async def test_a_starting_gateway_deletes_from_the_log_requests_that_were_sent_to_removed_sessions(
+async def test_at_its_start_a_gateway_deletes_logged_requests_that_were_sent_to_removed_sessions(
     worker: Any, gateway: Any
 ) -> None:
     session, secret = worker.client.session(f"gw-{'0' * 32}"), b"a late secret"
@@ -401,7 +401,7 @@ TOO_LONG = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_conversation_longer_than_the_context_is_refused_in_the_apis_words_and_leaves_no_session(
+async def test_a_conversation_longer_than_the_context_gets_the_error_text_of_the_api_and_leaves_no_session(
     worker: Any, served: Any, *, stream: bool
 ) -> None:
     long = [{"role": "user", "content": "word " * 500}]

@@ -465,7 +465,7 @@ def test_a_tool_call_whose_string_argument_contains_an_unescaped_call_is_shown_a
 
 
 @pytest.mark.parametrize("family", TAGGED)
-def test_a_tool_call_whose_argument_has_all_end_markers_is_text_and_reported_malformed(family: str) -> None:
+def test_a_tool_call_whose_argument_has_every_end_marker_is_text_and_reported_malformed(family: str) -> None:
     ends = good(family, "^").partition("^")[2]
     text = good(family, f"A call ends with {ends}\nand the rest")
     assert read(family, text) == (text, "", [], True)
@@ -526,7 +526,7 @@ def test_tool_calls_beyond_the_allowed_number_are_dropped_from_an_answer(family:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_with_required_tool_calls_a_call_equal_to_the_previous_call_ends_the_answer(family: str) -> None:
+def test_if_tool_calls_are_required_a_call_equal_to_the_previous_one_ends_the_answer(family: str) -> None:
     text = in_a_row(family, "abbbba", "\n")
     one = splitter(family, ends_at_repeat=True)
     said, _, calls, _ = outcome(one, text)
@@ -678,7 +678,7 @@ def test_a_tool_call_argument_that_fits_its_schema_or_cannot_be_checked_is_accep
     ],
     ids=repr,
 )
-def test_fitting_an_argument_to_a_schema_that_forbids_it_raises_an_error(value: Any, schema: Any) -> None:
+def test_converting_an_argument_to_a_schema_that_forbids_it_raises_an_error(value: Any, schema: Any) -> None:
     with pytest.raises(NoCallError):
         fitted(value, schema)
 

@@ -384,7 +384,7 @@ TEXTS = st.lists(
     family=st.sampled_from(sorted(FAMILIES)),
     turns=st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), TEXTS), min_size=1, max_size=4),
 )
-def test_random_message_text_adds_no_special_tokens_whether_added_one_by_one_or_all_at_once(
+def test_random_message_text_becomes_no_special_token_whether_messages_are_added_singly_or_together(
     families: dict[str, Tokenizer], family: str, turns: list[tuple[str, str]]
 ) -> None:
     tokenizer = families[family]

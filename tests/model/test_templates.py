@@ -612,7 +612,7 @@ def test_a_new_question_drops_earlier_reasoning_even_from_a_truncated_or_rewritt
         ([(0, 5, None), (5, 8, "c")], [None, "c"]),
     ],
 )
-def test_raw_parts_that_overlap_become_one_part_whose_text_is_known_only_if_both_texts_are(
+def test_overlapping_raw_parts_are_joined_and_the_joined_text_is_known_only_if_both_texts_are_known(
     tokenizer: Tokenizer, parts: list[tuple[int, int, str | None]], texts: list[str | None]
 ) -> None:
     found = Conversation(tokenizer, DAY)

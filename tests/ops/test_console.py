@@ -294,7 +294,7 @@ async def test_the_consoles_session_list_shows_first_words_states_and_costs_and_
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
 
 
-async def test_the_console_shows_a_long_conversation_in_pages_that_start_from_its_end(
+async def test_the_console_loads_the_last_30_turns_of_a_conversation_first_and_earlier_turns_on_request(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -319,7 +319,7 @@ async def test_the_console_shows_a_long_conversation_in_pages_that_start_from_it
     assert (await part(worker.client, "none", 3)) == ([], None)
 
 
-async def test_the_console_api_returns_for_each_turn_the_position_at_which_another_answer_would_begin(
+async def test_the_console_api_returns_for_each_turn_the_position_at_which_to_fork_to_regenerate_the_turn(
     local_worker: Start,
 ) -> None:
     """Also the first turn of a page, and none after which the template has changed what was before it."""
@@ -432,7 +432,7 @@ async def test_closing_a_session_in_the_console_during_an_answer_says_that_the_c
                 await asyncio.sleep(0.05)
 
 
-async def test_the_console_leaves_no_temporary_file_of_an_export_whatever_range_is_asked_for(
+async def test_the_console_leaves_no_temporary_export_file_whatever_http_range_header_a_request_has(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker()
@@ -514,7 +514,7 @@ async def test_the_console_exports_a_conversation_as_markdown_and_as_json(local_
             assert answer.status_code == 404
 
 
-async def test_the_console_sends_the_chosen_sampling_options_and_repeats_a_question_with_temperature_0_7(
+async def test_the_console_sends_the_chosen_sampling_options_and_regenerates_at_temperature_0_7_by_default(
     local_worker: Start,
 ) -> None:
     client = (await local_worker()).client
@@ -870,7 +870,7 @@ def test_the_consoles_access_token_depends_on_the_tenant_and_on_the_token_of_the
     assert token_of(other, "a") != token_of(other, "a")
 
 
-async def test_the_option_open_gives_the_browser_a_private_page_and_no_token_in_its_arguments(
+async def test_the_command_console_with_open_passes_the_browser_a_private_file_and_no_access_token(
     nats_url: str, tmp_path: Path
 ) -> None:
     browser, opened_, end = (tmp_path / name for name in ("browser", "opened", "end"))

@@ -132,7 +132,7 @@ async def test_a_model_unloaded_in_the_console_keeps_its_sessions_and_is_loaded_
     assert not [one for one in family if one.is_running()]
 
 
-async def test_the_console_refuses_to_change_the_model_of_a_worker_if_another_worker_serves_the_model_too(
+async def test_the_console_refuses_to_change_a_workers_model_while_another_worker_serves_the_same_model(
     worker_process: Callable[..., WorkerProcess],
     local_worker: Callable[..., Awaitable[LocalWorker]],
     tmp_path: Path,

@@ -100,7 +100,7 @@ async def test_the_console_page_shows_all_turns_that_arrive_in_a_burst_and_no_tu
     await walked(browser, client, walk)
 
 
-async def test_the_console_page_shows_the_end_of_an_answer_even_if_more_requests_wait_than_fit_on_a_page(
+async def test_the_console_page_shows_that_an_answer_has_ended_even_if_40_further_requests_are_waiting(
     browser: Browser, local_worker: Start, endless_model: Any
 ) -> None:
     client = (await local_worker(model=str(endless_model))).client
@@ -133,7 +133,7 @@ async def test_the_console_page_shows_the_end_of_an_answer_even_if_more_requests
     await walked(browser, client, walk)
 
 
-async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_entry_delete_removes_the_session(
+async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_delete_entry_removes_the_session(
     browser: Browser, local_worker: Start, endless_model: Any
 ) -> None:
     client = (await local_worker(model=str(endless_model))).client
@@ -169,7 +169,7 @@ async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_entry_de
     await walked(browser, client, walk)
 
 
-async def test_the_consoles_regenerate_button_picks_a_free_name_and_refuses_options_out_of_range(
+async def test_the_consoles_regenerate_button_uses_a_new_session_name_and_refuses_options_out_of_range(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -243,7 +243,7 @@ async def test_a_double_click_on_the_consoles_regenerate_button_starts_only_one_
     await walked(browser, client, walk)
 
 
-async def test_the_consoles_close_button_closes_the_open_variant_if_another_variant_is_closed_already(
+async def test_the_consoles_close_button_closes_the_displayed_variant_even_if_another_is_closed_already(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -306,7 +306,7 @@ async def test_in_the_console_page_a_folded_option_out_of_range_is_unfolded_and_
     await walked(browser, client, walk)
 
 
-async def test_a_refresh_of_the_consoles_session_list_keeps_the_focus_and_leaves_a_page_that_became_empty(
+async def test_refreshing_the_consoles_session_list_keeps_the_focus_and_goes_back_from_an_emptied_page(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client

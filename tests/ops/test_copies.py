@@ -204,7 +204,7 @@ async def test_an_imported_session_restores_its_kv_after_cache_import_of_the_sam
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["policy"])
-async def test_kv_of_any_cache_policy_can_be_imported_into_a_cache_that_has_only_kv_of_the_policy_full(
+async def test_a_cache_with_kv_of_the_full_policy_alone_accepts_an_import_of_kv_of_any_other_policy(
     local_worker: Start, tmp_path: Path, policy: dict[str, Any]
 ) -> None:
     wide = str(make_tiny_model(tmp_path / "wide", hidden_size=128))
@@ -264,7 +264,7 @@ async def test_the_command_replay_repeats_a_session_from_an_exported_file_with_t
     assert "the same: 1 sessions, 2 requests" in done.stdout
 
 
-async def test_cache_export_overwrites_an_existing_file_only_with_the_option_force(
+async def test_the_command_export_overwrites_an_existing_file_only_with_the_option_force(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -472,7 +472,7 @@ async def no_purge(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(("is_stored", "is_removed"), [(True, True), (False, True), (True, False)])
-async def test_a_session_import_whose_nats_acknowledgement_is_lost_removes_or_names_the_stored_entries(
+async def test_a_session_import_without_nats_acknowledgement_removes_what_it_stored_or_says_what_is_left(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool, is_removed: bool
 ) -> None:
     """If nothing was stored, a session that another client has begun under this name stays."""

@@ -84,7 +84,7 @@ def test_the_command_replay_leaves_out_an_empty_cancelled_answer_but_repeats_one
     assert [one.request.id for one in kept] == ["length"]
 
 
-def test_the_command_replay_leaves_out_forgotten_sessions_and_close_requests_with_forget() -> None:
+def test_the_command_replay_leaves_out_close_requests_with_forget_and_the_sessions_they_erased() -> None:
     close = {"type": "close", "forget": True}
     closed = {"type": "closed", "id": "x", "position": 1}
     record = record_of(

@@ -69,7 +69,7 @@ async def test_the_commands_in_the_documented_runbooks_run_as_written(
         await run(line)
 
 
-async def test_the_commands_in_the_documentation_page_log_run_as_written(
+async def test_the_commands_of_docs_log_md_run_as_written(
     local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(RequestAttempts, "attempt", venomous)

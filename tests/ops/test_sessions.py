@@ -287,7 +287,7 @@ def indented(text: str) -> str:
     return "".join(f"    {line}\n" for line in printable(text).splitlines())
 
 
-async def test_the_commands_show_tree_sessions_and_info_print_forks_with_their_parents(
+async def test_forks_are_listed_with_their_parents_by_info_show_and_sessions_with_the_option_tree(
     local_worker: Start,
 ) -> None:
     worker = await family(local_worker)
@@ -455,7 +455,7 @@ async def given_up(bitten: LocalWorker) -> list[dict[str, Any]]:
     return found
 
 
-async def test_the_command_dead_lists_a_given_up_request_and_shows_its_text(
+async def test_turnkeep_dead_prints_a_request_that_was_given_up_after_failures_with_its_text(
     bitten: LocalWorker,
 ) -> None:
     (letter,) = await given_up(bitten)

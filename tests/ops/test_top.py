@@ -157,7 +157,7 @@ def test_the_screen_of_top_has_a_line_for_each_worker_and_fits_the_terminal_widt
     assert [line.split()[0] for line in drawn[2 : 2 + number]] == [f"w{index:02}" for index in range(number)]
 
 
-def test_on_a_narrow_terminal_top_omits_seldom_needed_columns_and_shortens_no_figure() -> None:
+def test_top_omits_seldom_needed_columns_and_shortens_no_figure_on_a_narrow_terminal() -> None:
     fleet = Fleet(300)
     fleet.hear(structs.replace(metrics("studio-1"), resident_kv_bytes=900 * 2**20, kv_limit_bytes=2**30))
     heads = ["worker", "model", "up", "sess", "run", "wait", "tok/s", "first", "found", "KV", "disk", "drop"]
@@ -305,7 +305,7 @@ def test_metrics_messages_with_made_up_worker_names_do_not_displace_real_workers
     assert len(fleet.sightings()) == 20
 
 
-def test_a_worker_that_publishes_metrics_rarely_stays_listed_between_its_messages() -> None:
+def test_a_worker_stays_listed_between_its_metrics_messages_even_if_it_publishes_them_rarely() -> None:
     clock = Clock()
     fleet = Fleet(300, clock)
     rare = structs.replace(metrics("w1"), interval_s=600.0)

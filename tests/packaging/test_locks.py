@@ -102,7 +102,7 @@ def test_every_installed_package_has_a_permissive_licence_or_the_mpl() -> None:
     + [("aarch64-apple-darwin", f"3.{minor}") for minor in (11, 12, 13, 14)],
 )
 @pytest.mark.parametrize("name", LOCKS)
-def test_every_locked_version_is_in_the_registry_not_yanked_and_except_for_nkeys_a_wheel(
+def test_every_locked_version_is_in_the_registry_and_not_yanked_and_all_but_nkeys_have_a_wheel(
     name: str, platform: str, python: str, tmp_path: Path
 ) -> None:
     """A Mac without Xcode's tools has no compiler; nkeys is pure Python, in a source distribution."""

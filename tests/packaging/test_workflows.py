@@ -68,7 +68,7 @@ def test_no_shell_script_in_a_workflow_step_contains_a_workflow_expression(path:
             assert "${{" not in step.get("run", "")
 
 
-def test_code_from_a_fork_never_runs_on_a_self_hosted_machine() -> None:
+def test_code_from_a_forked_repository_never_runs_on_a_self_hosted_ci_machine() -> None:
     apple = jobs(ROOT / ".github" / "workflows" / "apple.yml")
     own = "github.event.pull_request.head.repo.full_name == github.repository"
     assert own in apple["label"]["if"]

@@ -179,7 +179,7 @@ async def test_a_nats_connection_closed_for_good_by_the_server_calls_the_on_clos
     assert client.is_closed
 
 
-async def test_starting_the_nats_server_on_a_taken_port_fails_with_the_port_and_options_that_help(
+async def test_starting_nats_on_a_port_in_use_fails_with_an_error_that_names_the_port_and_useful_options(
     foreign_server, server, tmp_path
 ):
     await foreign_server(jetstream={"store_dir": str(tmp_path / "js")})
@@ -224,7 +224,7 @@ async def test_the_embedded_nats_server_starts_in_a_data_directory_with_special_
         assert psutil.Process(server.pid).name() == "nats-server"
 
 
-async def test_if_the_embedded_nats_server_ends_at_once_the_start_fails_and_quotes_its_error(
+async def test_the_start_of_an_embedded_nats_server_that_exits_immediately_fails_and_quotes_its_error(
     server, directory
 ):
     directory.nats.rmdir()

@@ -93,7 +93,7 @@ async def test_a_shielded_call_finishes_although_its_surrounding_cancel_scope_is
 
 @pytest.mark.parametrize(("part", "name"), [(Intake.keep_alive, "keep-alive"), (Retention.run, "retention")])
 @pytest.mark.parametrize("how", ["ends", "fails"])
-async def test_a_background_task_that_ends_stops_the_worker_with_an_error_that_names_the_task(
+async def test_the_worker_stops_with_an_error_that_names_the_task_if_a_background_task_ends(
     local_worker, monkeypatch, part, name, how
 ):
     go_on = asyncio.Event()

@@ -34,7 +34,7 @@ def test_opening_a_new_data_directory_creates_a_private_directory_with_subfolder
         assert json.loads((path / "worker.lock").read_text()) == note
 
 
-def test_a_data_directory_opened_again_under_another_worker_name_keeps_its_first_generated_name(tmp_path):
+def test_a_data_directory_keeps_the_name_generated_at_its_first_use_under_any_later_worker_name(tmp_path):
     with DataDir.open(tmp_path / "a", "a longer name") as opened:
         name = opened.name
     (tmp_path / "b").mkdir()

@@ -113,7 +113,7 @@ async def test_the_command_doctor_fails_with_advice_for_a_remote_nats_server_wit
     assert exit_code(found.values()) == 1
 
 
-async def test_the_command_doctor_fails_for_a_too_old_nats_server_with_the_error_of_a_worker_start(
+async def test_the_command_doctor_fails_for_a_too_old_nats_server_with_the_same_error_as_a_worker_start(
     foreign_server, small, tmp_path, monkeypatch
 ):
     """It would end the start later, with an error of a request that it does not know."""

@@ -85,7 +85,7 @@ def num_left(folder: Path, words: set[bytes], tokens: set[tuple[int, ...]]) -> i
 
 
 @pytest.mark.process
-async def test_sessions_forgotten_while_the_worker_is_killed_leave_nothing_in_files_and_logs(
+async def test_sessions_closed_with_forget_while_the_worker_is_killed_leave_nothing_in_files_and_logs(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
     """Neither in the store of the NATS server nor in snapshots or logs of processes."""
@@ -149,7 +149,7 @@ def num_found(store: Path, needles: list[bytes]) -> int:
     return sum(any(needle in file for file in files) for needle in needles)
 
 
-async def test_an_external_nats_server_that_compresses_keeps_nothing_of_a_forgotten_session_in_its_files(
+async def test_nothing_of_a_session_closed_with_forget_stays_in_the_files_of_a_compressing_nats_server(
     local_worker: Any,
     foreign_server: Any,
     tmp_path: Path,

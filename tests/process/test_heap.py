@@ -49,7 +49,7 @@ def faults(size_bytes: int) -> list[int]:
 
 
 @needs_glibc
-def test_allocating_repeatedly_within_the_heap_reserve_faults_on_under_a_tenth_of_the_pages() -> None:
+def test_repeated_allocations_within_the_heap_reserve_cause_page_faults_for_under_a_tenth_of_pages() -> None:
     assert max(faults(64 * MIB)) < PAGES / 10
 
 

@@ -216,7 +216,7 @@ async def test_a_worker_that_restarts_before_others_noticed_its_death_is_reporte
 
 
 @pytest.mark.parametrize("killed", ["d", "bcd", "bcdefghijklmn"])
-async def test_all_surviving_workers_report_in_a_second_that_several_workers_died_together(members, killed):
+async def test_all_survivors_report_within_one_second_that_several_workers_died_together(members, killed):
     """Each pings only the next two; the others are told, or look as soon as a neighbour is silent."""
     made = {name: await members(name, name) for name in "abcdefghijklmno"}
     await asyncio.gather(*(one.join() for one in made.values()))

@@ -104,7 +104,7 @@ async def turns(client: Client, *, number: int = 1) -> list[Any]:
     return found
 
 
-async def test_a_parent_session_and_its_fork_forgotten_together_at_two_workers_leave_no_kv_at_either_worker(
+async def test_closing_a_parent_and_its_fork_with_forget_at_two_workers_leaves_no_kv_at_either_worker(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each worker sees the other's session as open; only the log says that both are being closed."""
@@ -132,7 +132,7 @@ async def test_a_parent_session_and_its_fork_forgotten_together_at_two_workers_l
     assert [_stored(worker.app._store, tokens) for worker in (first, second)] == [0, 0]
 
 
-async def test_a_restarted_worker_erases_snapshots_of_sessions_forgotten_while_it_was_stopped(
+async def test_a_restarted_worker_erases_snapshots_of_sessions_closed_with_forget_while_it_was_stopped(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks that another session shares stay."""
@@ -204,7 +204,7 @@ def member(name: str, **fields: Any) -> Member:
     return Member(name, "host", 1, name, boot=f"boot{name}", serves=True, **fields)
 
 
-def test_when_a_worker_ends_only_its_own_sessions_move_and_are_spread_over_all_other_workers() -> None:
+def test_only_the_sessions_of_an_ended_worker_move_and_are_spread_over_all_other_workers() -> None:
     workers = [member(name) for name in "abcd"]
     keys = [SessionKey("t", f"s{number}") for number in range(400)]
     before = {key: choose_by_hash(workers, key) for key in keys}
@@ -267,7 +267,7 @@ async def test_requests_for_a_draining_workers_sessions_go_to_that_worker_which_
     assert (await owners_of(drains, [also], {"s": "a"}, {}).owner(key)).member == drains
 
 
-async def test_forgetting_a_session_asks_all_other_workers_to_erase_and_counts_only_those_that_confirm() -> (
+async def test_forgetting_a_session_asks_all_other_workers_to_erase_it_and_counts_those_that_confirm() -> (
     None
 ):
     answers = {"yes": b"true", "not yet": b"false", "also yes": b"true", "stops": b'"stops"'}
@@ -313,7 +313,7 @@ async def test_a_control_request_whose_answer_a_cut_connection_has_lost_is_asked
     assert asked.qsize() == 2
 
 
-async def test_a_stopping_worker_tells_other_workers_that_forward_requests_at_once_that_it_stops() -> None:
+async def test_a_stopping_worker_replies_at_once_that_it_stops_to_workers_that_forward_it_requests() -> None:
     """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
     answers = []
 

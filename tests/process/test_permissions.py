@@ -108,7 +108,7 @@ def rows() -> list[tuple[list[str], list[str]]]:
 
 
 @pytest.mark.packaging
-async def test_each_command_succeeds_with_only_the_nats_permissions_that_docs_log_lists_for_that_command(
+async def test_each_command_succeeds_with_only_the_nats_permissions_that_docs_log_md_lists_for_it(
     foreign_server: Callable[..., Any],
     local_worker: Callable[..., Any],
     tmp_path: Path,

@@ -69,7 +69,7 @@ async def test_a_missing_model_or_too_little_memory_fails_a_worker_start_before_
     await client.close()
 
 
-def test_a_worker_without_a_terminal_logs_the_conversion_of_a_model_without_colours(tmp_path: Path) -> None:
+def test_a_worker_without_a_terminal_logs_a_model_conversion_without_colour_codes(tmp_path: Path) -> None:
     from tests.model.tiny_gguf import TinyLlama
 
     path = TinyLlama().write(tmp_path / "tiny.gguf")

@@ -433,7 +433,7 @@ async def test_a_client_call_whose_result_was_removed_from_the_log_raises_an_err
         await client.session("s1").append(text="hi", timeout_s=20)
 
 
-async def test_a_call_raises_an_error_after_a_delay_if_its_request_was_the_last_log_entry_and_was_removed(
+async def test_a_client_call_whose_removed_request_was_the_last_log_entry_raises_an_error_after_a_delay(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only after that time is it certain that no replica merely lags behind."""
@@ -450,7 +450,7 @@ async def test_a_call_raises_an_error_after_a_delay_if_its_request_was_the_last_
     assert time.monotonic() - begun_s > 1.0
 
 
-async def test_a_call_whose_request_the_server_lost_raises_an_error_even_if_its_sequence_was_reused(
+async def test_a_client_call_whose_request_the_server_lost_raises_an_error_even_if_its_sequence_was_reused(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although requests before and after it, sent before or after the loss, are still there."""
@@ -498,7 +498,7 @@ async def test_a_client_call_keeps_waiting_if_only_one_log_read_says_that_its_re
     assert (await client.session("s1").generate(text="hi", timeout_s=20)).text == TEXT
 
 
-async def test_checks_whether_requests_were_removed_from_the_log_run_concurrently_and_delay_no_other_call(
+async def test_the_client_checks_concurrently_which_requests_left_the_log_and_delays_no_other_call(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request is looked up twice, with a pause of 2 s between; a running answer goes on meanwhile."""

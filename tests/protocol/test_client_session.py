@@ -67,7 +67,7 @@ async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
     """Never answer."""
 
 
-async def test_open_append_generate_rewind_and_close_send_the_request_of_their_name_and_return_its_result(
+async def test_each_client_session_method_sends_the_request_of_its_name_and_returns_its_result(
     client: Client, worker: FakeWorker
 ) -> None:
     session = client.session("s1")
@@ -378,7 +378,7 @@ async def answers_late(worker: FakeWorker, seq: int, request: Request) -> None:
     await worker.result(plain_result(seq, request))
 
 
-async def test_a_call_and_the_open_of_its_session_use_the_calls_own_timeout_or_else_that_of_the_client(
+async def test_a_client_call_and_its_open_request_use_the_timeout_of_the_call_or_else_of_the_client(
     server: NatsServer, worker: FakeWorker
 ) -> None:
     worker.script = answers_late
@@ -545,7 +545,7 @@ async def test_a_request_without_acknowledgement_is_published_again_until_a_nats
     assert (await client.submit(KEY, Append(id="a", text="a"))).seq > 1, "not the first one"
 
 
-async def test_a_request_that_may_be_logged_is_not_sent_under_another_id_when_its_repeat_is_refused(
+async def test_a_request_that_is_perhaps_in_the_log_is_not_sent_under_another_id_when_a_repeat_is_refused(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first attempt may be executed already, and have left the queue."""
@@ -567,7 +567,7 @@ async def test_a_request_that_may_be_logged_is_not_sent_under_another_id_when_it
     assert num_sent == 1
 
 
-async def test_if_another_nats_stream_takes_the_logs_subjects_the_clients_error_names_that_stream(
+async def test_the_clients_error_names_another_nats_stream_that_has_taken_the_subjects_of_the_log(
     client: Client, server: NatsServer
 ) -> None:
     connection = await nats.connect(server.url)

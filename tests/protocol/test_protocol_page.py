@@ -126,7 +126,7 @@ def test_the_protocol_page_documents_every_field_that_workers_publish(document: 
         assert tag is None or kind is messages.DeadLetter or f"`{tag}`" in PAGE
 
 
-def test_the_protocol_page_names_every_subject_header_and_finish_reason() -> None:
+def test_the_protocol_page_names_all_subjects_headers_and_finish_reasons() -> None:
     for name in (*get_args(SessionKind), *get_args(ChunkKind)):
         assert re.search(rf"\.{name}[.`]", PAGE), name
     headers = [value for name, value in vars(log).items() if name.endswith("_HEADER")]

@@ -354,7 +354,7 @@ GARBAGE = [
 ]
 
 
-async def test_messages_on_the_subject_of_results_that_are_no_results_are_ignored(wire: Start) -> None:
+async def test_malformed_messages_on_the_subject_of_results_are_ignored(wire: Start) -> None:
     """Whether they come before a session's first request, between its turns, or before a restart."""
     w = await wire()
     for session in ("s", "t"):
@@ -399,7 +399,7 @@ NO_CHUNKS = [
 ]
 
 
-async def test_messages_among_the_token_chunks_that_are_no_chunks_add_nothing_to_answers(wire: Start) -> None:
+async def test_malformed_messages_on_the_subject_of_token_chunks_add_nothing_to_answers(wire: Start) -> None:
     """A worker that resumes an answer from the token stream accepts only tokens of the model's vocabulary."""
     w = await wire()
     expected = await w.send("clean", generate("g", text="abc", max_tokens=8))

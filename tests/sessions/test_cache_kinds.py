@@ -159,7 +159,7 @@ async def test_a_worker_says_once_that_kv_stored_with_other_kv_bits_is_not_used(
     assert cached == [False, False, True, True]
 
 
-async def test_a_model_that_cannot_serve_sink_window_is_refused_with_the_reason_at_open_and_at_worker_start(
+async def test_sink_window_is_refused_for_an_unsuitable_model_by_open_requests_and_at_the_worker_start(
     local_worker, make_folder
 ) -> None:
     """At the start only if the policy is the worker's default."""

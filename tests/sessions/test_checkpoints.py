@@ -154,7 +154,7 @@ async def test_an_open_session_takes_no_more_memory_than_its_reported_size(
     assert sizes[1] - sizes[0] < counted[1] - counted[0]
 
 
-async def test_reading_the_log_of_a_session_that_another_worker_removes_meanwhile_is_repeated(
+async def test_a_log_read_is_repeated_if_another_worker_removes_the_session_meanwhile(
     world: World, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await converse(world, range(2 * EVERY))
@@ -327,7 +327,7 @@ def second_result_for_a_request(world: World) -> None:
         second_result_for_a_request,
     ],
 )
-async def test_a_damaged_or_forged_checkpoint_is_not_used_to_open_its_session_and_logged_in_one_line(
+async def test_opening_a_session_ignores_a_damaged_or_forged_checkpoint_and_logs_the_fault_in_one_line(
     world: World, tamper: Callable[[World], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     await converse(world, range(22))

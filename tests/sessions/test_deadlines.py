@@ -102,7 +102,7 @@ async def test_an_answer_whose_deadline_passes_while_its_worker_is_crashed_keeps
     assert [entry.kind for entry in await worker.client.log("killed")] == ["in", "out"]
 
 
-async def test_a_request_that_waits_while_other_sessions_of_its_tenant_run_expires_at_its_deadline(
+async def test_a_request_that_waits_behind_other_sessions_of_its_tenant_expires_at_its_deadline(
     local_worker: Any, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model), max_batch=1)

@@ -35,7 +35,7 @@ async def settled(w: Wire) -> None:
     assert await w.worker.app._store.queue.drained(10)
 
 
-async def test_a_worker_that_never_stored_snapshots_reports_a_forgotten_session_as_completely_erased(
+async def test_close_with_forget_reports_complete_erasure_if_the_worker_never_stored_snapshots(
     wire: Start,
 ) -> None:
     w = await wire(snapshots="off")
@@ -45,7 +45,7 @@ async def test_a_worker_that_never_stored_snapshots_reports_a_forgotten_session_
     assert closed.get("settled", True), "there never were any"
 
 
-async def test_a_worker_restarted_with_snapshots_off_does_not_report_a_forgotten_session_as_erased(
+async def test_close_with_forget_does_not_report_complete_erasure_after_a_restart_with_snapshots_off(
     wire: Start,
 ) -> None:
     w = await wire()

@@ -52,7 +52,7 @@ async def test_an_embedding_is_the_hidden_state_of_the_last_token_even_for_texts
 
 
 @pytest.mark.parametrize("kind", ["vectors", "scores"])
-async def test_an_embedding_or_rerank_request_running_when_its_worker_stops_fails_with_that_reason(
+async def test_an_embedding_or_rerank_request_that_runs_when_its_worker_stops_fails_with_that_reason(
     local_worker: Start, embedding_model: Path, reranker: Path, kind: str
 ) -> None:
     worker = await local_worker(model=str(embedding_model if kind == "vectors" else reranker))
@@ -267,7 +267,7 @@ async def test_a_cross_encoder_model_reranks_documents_with_the_scores_of_its_cl
         await worker.client.embed(["sky"])
 
 
-async def test_an_encoder_model_for_embeddings_refuses_sessions_reranking_and_texts_that_are_too_long(
+async def test_an_encoder_model_for_embeddings_refuses_sessions_rerank_requests_and_too_long_texts(
     local_worker: Start, tmp_path: Path
 ) -> None:
     make(tmp_path / "bert")

@@ -128,7 +128,7 @@ async def test_cancelling_a_waiting_request_stores_no_result_if_the_request_has_
     assert await log.commit(second, None, waits=True) is not None
 
 
-async def test_a_cancel_checks_again_for_published_tokens_if_its_request_has_become_the_next_to_run(
+async def test_a_cancel_looks_again_for_published_tokens_if_the_request_to_cancel_is_now_the_next_to_run(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the next request can have been begun, and while the cancel looked the one before was answered."""
@@ -160,7 +160,7 @@ async def test_a_cancel_that_waits_for_an_answer_to_end_returns_if_the_session_i
         await ending
 
 
-async def test_the_result_of_a_request_cancelled_before_it_ran_does_not_count_as_proof_of_the_history(
+async def test_the_result_of_a_request_cancelled_before_it_ran_does_not_verify_the_sessions_history(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that reads the log does not take it for a proof either."""
@@ -173,7 +173,7 @@ async def test_the_result_of_a_request_cancelled_before_it_ran_does_not_count_as
     assert (await world.refolded()).log.record.proven_seq == proven_seq
 
 
-async def test_the_close_result_left_of_a_forgotten_session_does_not_count_as_proof_of_the_history(
+async def test_the_close_result_that_is_left_of_an_erased_session_does_not_verify_the_sessions_history(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its digest says of is gone."""
@@ -243,7 +243,7 @@ async def test_the_last_published_chunk_has_all_text_and_reasoning_not_yet_in_ea
 
 
 @pytest.mark.parametrize("known", [3, 6])
-async def test_in_the_usage_of_a_resumed_answer_prompt_tokens_equal_cached_plus_prefilled_tokens(
+async def test_prompt_tokens_in_the_usage_of_a_resumed_answer_are_cached_tokens_plus_prefilled_tokens(
     world, known
 ) -> None:
     """Tokens published before do not count as prompt. If all were published, `prompt_tokens` is 0."""
@@ -281,7 +281,7 @@ async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result
     assert repeated.repeat_of == 1
 
 
-async def test_a_session_with_a_false_history_digest_can_be_opened_again_after_being_forgotten(world) -> None:
+async def test_a_session_with_a_false_history_digest_can_reopen_after_a_close_with_forget(world) -> None:
     await world.ask(Append(id="a", text="one"))
     await diverged(world, tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32}))
     await world.ask(Close(id="close", forget=True))
@@ -354,7 +354,7 @@ async def test_erasing_token_sequences_with_a_common_prefix_erases_the_prefix_wi
     assert erased == [([1, 2, 3], 2), ([1, 2, 4, 5], 1)]
 
 
-async def test_a_session_with_an_altered_position_in_a_logged_result_refuses_further_requests(world) -> None:
+async def test_a_session_refuses_further_requests_if_a_position_in_a_logged_result_was_altered(world) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
     for index in (0, 1):
@@ -375,7 +375,7 @@ async def test_a_session_with_an_altered_position_in_a_logged_result_refuses_fur
         (None, "is no such result: Appended"),
     ],
 )
-async def test_a_session_with_an_altered_change_field_in_a_logged_result_refuses_further_requests(
+async def test_a_session_refuses_further_requests_if_the_change_field_of_a_logged_result_was_altered(
     world, change: Any, why: str
 ) -> None:
     await world.ask(Append(id="a", tokens=(1, 2)))
@@ -549,7 +549,7 @@ NEW_SHAPES = {"a new type": {"type": "forked"}, "a new shape": {"seconds": {"pre
 
 
 @pytest.mark.parametrize("fields", NEW_SHAPES.values(), ids=NEW_SHAPES)
-async def test_a_session_with_a_logged_result_of_unknown_form_is_refused_but_repeats_get_that_result(
+async def test_new_requests_after_a_logged_result_of_unknown_form_are_refused_and_repeats_get_that_result(
     world: World, fields: Any
 ) -> None:
     await world.ask(Append(id="a", text="one"))

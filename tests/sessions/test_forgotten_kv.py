@@ -57,7 +57,7 @@ async def forget(*sessions: Session) -> list[Closed]:
 
 
 @pytest.mark.parametrize("order", ["fork first", "parent first"])
-async def test_a_snapshot_shared_by_a_parent_and_its_fork_is_removed_once_both_sessions_are_forgotten(
+async def test_a_snapshot_shared_by_parent_and_fork_is_removed_only_when_both_are_closed_with_forget(
     local_worker: Start, endless_model: Path, tmp_path: Path, order: str
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -249,7 +249,7 @@ def quarantined(backup: Path, data: Path) -> None:
 
 
 @pytest.mark.parametrize("put_back", [whole, over, files_only, quarantined])
-async def test_restoring_a_backup_of_the_cache_brings_back_no_kv_of_forgotten_sessions(
+async def test_restoring_a_backup_of_the_cache_brings_back_no_kv_of_sessions_closed_with_forget(
     local_worker: Callable,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -322,7 +322,7 @@ async def num_fetched(worker: Any, tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("runs", [False, True])
-async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_forgotten_sessions(
+async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_sessions_closed_with_forget(
     local_worker: Callable, tmp_path: Path, runs: bool
 ) -> None:
     """Neither for a worker that starts, nor for one that runs meanwhile; the files leave the tier."""
@@ -349,7 +349,7 @@ async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_forgot
     assert await num_fetched(worker, KEPT) == 3 * LONG_BLOCK
 
 
-async def test_a_remote_tier_counts_as_free_of_forgotten_kv_only_once_its_erasures_could_be_recorded(
+async def test_a_remote_tier_is_trusted_to_hold_no_erased_kv_only_after_it_has_recorded_its_erasures(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is fresh, and the log has no note."""

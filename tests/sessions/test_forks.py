@@ -104,7 +104,7 @@ async def test_a_fork_with_expect_position_fails_if_the_parent_is_at_another_pos
 
 
 @pytest.mark.parametrize("has_worker", [True, False])
-async def test_cancelling_the_clients_samples_call_stops_its_answers_and_removes_its_forks(
+async def test_cancelling_the_client_method_samples_stops_its_answers_and_removes_its_forks(
     local_worker: Start, endless_model: Path, *, has_worker: bool
 ) -> None:
     """Also if no worker has opened the forks yet: the next one removes them."""

@@ -72,7 +72,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 @pytest.mark.metal
 @pytest.mark.parametrize("num", [1, 2, 3])
-async def test_a_gpu_error_that_is_reported_up_to_three_times_fails_no_request(
+async def test_no_request_fails_if_the_gpu_reports_the_same_error_up_to_three_times(
     local_worker: Any, gpu: Gpu, num: int
 ) -> None:
     """Command buffers that were in flight report the error again, after the first report."""
@@ -117,7 +117,7 @@ async def test_a_worker_whose_gpu_fails_at_the_start_exits_with_a_one_line_error
 
 @pytest.mark.metal
 @pytest.mark.parametrize("error", [TOO_LONG, NO_MEMORY], ids=["time", "memory"])
-async def test_after_a_gpu_timeout_or_memory_error_in_a_prefill_piece_prompts_run_in_smaller_pieces(
+async def test_a_gpu_timeout_or_memory_error_in_a_prefill_piece_makes_later_prefill_pieces_smaller(
     local_worker: Any, gpu: Gpu, error: str
 ) -> None:
     """Pieces of 256, 128, 64 and 32 tokens fail; none of these failures counts against the request."""

@@ -25,7 +25,7 @@ def said(history: History) -> list[tuple[str, object]]:
 
 
 @pytest.mark.simulated
-async def test_the_clients_history_call_returns_messages_and_answers_of_a_session_with_their_positions(
+async def test_the_client_method_history_returns_messages_and_answers_with_their_positions(
     client: Client,
 ) -> None:
     """Failed requests and repeats are left out."""

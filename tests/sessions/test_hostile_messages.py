@@ -263,7 +263,7 @@ async def test_a_worker_still_answers_after_requests_with_malformed_reply_subjec
     await w.until("s", "idle")
 
 
-async def test_requests_under_malformed_session_names_are_terminated_and_counted_with_one_log_line(
+async def test_requests_under_malformed_session_names_are_discarded_for_good_and_counted_with_one_log_line(
     local_worker: Callable[..., Awaitable[Any]], raw: Socket
 ) -> None:
     """They cannot be answered, and are not redelivered, even after a restart."""

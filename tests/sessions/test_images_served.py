@@ -83,7 +83,7 @@ async def test_the_same_question_about_an_image_gets_the_same_answer_after_quest
     assert len({one.change.images[0].fingerprint for one in (*first, *second)}) == 2
 
 
-async def test_a_forked_session_keeps_the_images_of_its_parent_after_the_parent_is_forgotten(
+async def test_a_forked_session_keeps_the_images_of_its_parent_after_the_parent_is_closed_with_forget(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     worker = await local_worker(model=str(seeing), snapshots="off")
@@ -101,7 +101,7 @@ async def test_a_forked_session_keeps_the_images_of_its_parent_after_the_parent_
     assert await fork.image(digest(RED)) == RED
 
 
-async def test_an_image_of_a_forgotten_session_is_removed_from_the_log_and_can_be_sent_again(
+async def test_close_with_forget_removes_the_sessions_images_from_the_log_and_they_can_be_sent_again(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client

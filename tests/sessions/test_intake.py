@@ -63,7 +63,7 @@ def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, nc: Any = No
     )
 
 
-async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_when_full_up_to_the_tenants_share() -> (
+async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_a_full_one_up_to_the_tenants_share() -> (
     None
 ):
     intake, accepted = intake_for(4, 3), []
@@ -87,7 +87,7 @@ async def test_the_delay_of_requests_returned_to_nats_grows_with_the_requests_of
     assert 9 < last.delay_s < 12
 
 
-async def test_a_worker_lists_per_session_the_first_request_it_returned_to_nats_and_no_other_got() -> None:
+async def test_a_worker_lists_per_session_the_first_request_that_it_alone_got_and_returned_to_nats() -> None:
     intake, (b, c) = intake_for(9), (SessionKey("t", session) for session in "bc")
     for session, seq, num in (("a", 1, 1), ("b", 5, 1), ("b", 4, 1), ("c", 6, 2), ("c", 7, 1), ("b", 5, 2)):
         await intake.deliver(Delivered(session, seq, num), lambda _: None)
@@ -96,7 +96,7 @@ async def test_a_worker_lists_per_session_the_first_request_it_returned_to_nats_
     assert intake.first_returned() == {b: 5, c: 7}
 
 
-async def test_the_count_of_requests_returned_to_nats_drops_those_not_redelivered_for_long(
+async def test_requests_returned_to_nats_and_not_redelivered_for_long_are_no_longer_counted_as_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.0)
@@ -181,7 +181,7 @@ async def test_a_request_under_a_wildcard_session_name_that_is_delivered_twice_g
     assert all(one.is_terminated for one in deliveries)
 
 
-async def test_a_redelivery_after_this_worker_returned_the_request_counts_as_no_further_attempt() -> None:
+async def test_a_redelivery_of_a_request_that_this_worker_returned_is_not_counted_as_a_new_attempt() -> None:
     rung: list[Any] = []
     intake = intake_for(1)
     for delivered in (Delivered("a", 9), Delivered("b", 5, 2), Delivered("c", 10)):
@@ -403,7 +403,7 @@ async def test_a_redelivery_during_the_offer_of_a_request_to_its_sessions_worker
     assert (offered, routing._routed) == ([first, again], {})
 
 
-def test_a_worker_lists_per_session_the_first_request_it_is_routing_and_no_other_got() -> None:
+def test_a_worker_lists_per_session_the_first_request_that_it_alone_got_and_is_still_routing() -> None:
     routing, other = Cluster().workers["a"], SessionKey("other", "s")
     routing._routed[KEY] = {seq: (Delivered("s", seq), "s") for seq in (9, 8)}
     routing._routed[other] = {3: (Delivered("s", 3, 2), "s"), 4: (Delivered("s", 4), "s")}
@@ -450,7 +450,7 @@ async def test_exactly_one_worker_takes_over_a_session_with_unanswered_requests_
 
 
 @pytest.mark.parametrize(("has_stopped", "first_seq"), [(True, 1), (False, 0)])
-async def test_a_request_left_by_a_worker_that_stopped_normally_is_not_counted_as_a_crash(
+async def test_a_normal_worker_stop_that_leaves_a_request_unanswered_is_not_counted_as_a_crash(
     has_stopped: bool, first_seq: int
 ) -> None:
     cluster, taken = Cluster(home="a"), list[int]()
@@ -459,7 +459,7 @@ async def test_a_request_left_by_a_worker_that_stopped_normally_is_not_counted_a
     assert taken == [first_seq]
 
 
-def test_a_worker_keeps_only_the_owners_of_the_sessions_that_it_looked_up_most_recently(
+def test_a_worker_remembers_only_the_owners_of_the_sessions_that_it_looked_up_most_recently(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After it was paused, it remembers none."""

@@ -202,7 +202,7 @@ async def test_a_request_that_another_worker_may_have_got_before_counts_as_attem
 
 
 @pytest.mark.parametrize(("last", "left"), [(AttemptNote(), 0), (AttemptNote(7, 3), 2)])
-async def test_an_attempt_that_a_worker_stop_ended_is_subtracted_from_the_recorded_failed_attempts(
+async def test_a_worker_stop_subtracts_the_attempt_it_ended_from_a_requests_recorded_failed_attempts(
     last: AttemptNote, left: int
 ) -> None:
     """No note means that this attempt is the first; the tokens that it published are noted."""
@@ -222,7 +222,7 @@ async def test_an_attempt_that_a_worker_stop_ended_is_subtracted_from_the_record
 
 
 @pytest.mark.parametrize(("runs", "kind"), [(True, "appended"), (False, "failed")])
-async def test_an_attempt_by_another_worker_counts_as_a_crash_only_if_that_worker_no_longer_runs(
+async def test_an_attempt_of_another_worker_at_a_request_counts_as_a_crash_only_if_that_worker_is_gone(
     wire: Start, monkeypatch: pytest.MonkeyPatch, runs: bool, kind: str
 ) -> None:
     """If the server lost a session's owner, two workers may run its request at the same time."""

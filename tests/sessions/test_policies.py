@@ -92,7 +92,7 @@ async def test_an_open_request_with_sink_window_but_without_sizes_gets_the_defau
         ),
     ],
 )
-async def test_an_open_with_a_window_below_a_block_or_beyond_the_context_creates_no_session(
+async def test_an_open_request_with_a_window_below_a_block_or_beyond_the_context_creates_no_session(
     world: World, cache: dict[str, int], refusal: str
 ) -> None:
     refused = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window", **cache)))
@@ -119,7 +119,7 @@ def test_the_snapshots_field_of_an_open_request_overrides_the_workers_default_po
     assert limits.chosen_policy(CachePolicy(snapshots=snapshots)).has_snapshots is (snapshots is None)
 
 
-def test_an_open_with_the_largest_or_the_smallest_allowed_window_is_accepted() -> None:
+def test_an_open_request_with_the_largest_or_the_smallest_allowed_window_is_accepted() -> None:
     limits = {"block_tokens": 32, "context_tokens": 100}
     assert misfit(Policy(68, 32), **limits) is None
     assert misfit(Policy(4, 96), **limits) is None

@@ -20,7 +20,7 @@ SAID = SessionCache(policy="sink_window", sink=2, window=32)
 
 
 @pytest.mark.simulated
-async def test_a_client_session_opens_under_its_cache_policy_and_refuses_a_session_under_another_one(
+async def test_a_client_session_opens_under_its_cache_policy_and_refuses_a_session_under_another_policy(
     local_worker: Callable,
 ) -> None:
     """This holds under any default policy of the worker, and after a restart."""
@@ -134,7 +134,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_an_open_with_too_few_resident_or_overlapping_pinned_tokens_under_paged_is_refused(
+async def test_an_open_request_with_too_few_resident_or_overlapping_pinned_tokens_under_paged_is_refused(
     local_worker: Callable, wide_model: Path
 ) -> None:
     worker = await local_worker(model=str(wide_model))

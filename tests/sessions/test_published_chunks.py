@@ -210,7 +210,7 @@ async def test_no_worker_can_publish_a_chunk_of_an_answer_that_expired_before_it
 
 
 @pytest.mark.simulated
-async def test_a_stalled_worker_keeps_its_first_chunk_if_another_worker_answered_the_request_meanwhile(
+async def test_a_stalled_worker_does_not_delete_its_published_first_chunk_if_another_worker_answered(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks late whether its session was forgotten; another worker has continued the answer meanwhile."""
@@ -240,7 +240,7 @@ async def test_a_stalled_worker_keeps_its_first_chunk_if_another_worker_answered
 
 
 @pytest.mark.simulated
-async def test_a_worker_that_resumes_an_answer_deletes_its_first_chunk_if_its_session_was_forgotten(
+async def test_a_worker_that_resumes_an_answer_deletes_its_own_first_chunk_if_the_session_was_erased(
     wire: Start,
 ) -> None:
     """The chunk that it has read is of another stalled worker, which will take that one back."""

@@ -242,7 +242,7 @@ async def test_snapshot_counts_in_metrics_add_up_and_request_counts_match_the_an
     assert last.process_bytes > 0
 
 
-async def test_an_ask_request_to_a_stopping_worker_is_refused_and_its_answer_stored_after_the_next_start(
+async def test_an_ask_request_interrupted_by_a_worker_stop_gets_an_error_and_is_answered_after_a_restart(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -296,7 +296,7 @@ async def test_every_log_line_of_a_request_names_its_session_and_its_id(wire: St
         assert "request" in line, line
 
 
-async def test_if_the_full_log_refuses_a_repeated_request_the_client_finds_the_result_of_the_first_one(
+async def test_if_a_log_without_space_refuses_a_repeated_request_the_client_finds_the_first_ones_result(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its acknowledgement is lost, and the log is full when the client sends it again."""

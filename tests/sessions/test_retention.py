@@ -190,7 +190,7 @@ async def test_a_closed_session_stays_in_the_log_for_its_time_to_live_even_if_th
 
 
 @pytest.mark.parametrize("last_seq", [7, 11])
-async def test_after_the_log_became_shorter_entries_at_its_new_end_are_no_longer_treated_as_synced_to_disk(
+async def test_entries_at_the_new_end_of_a_shortened_log_are_no_longer_treated_as_synced_to_disk(
     last_seq: int,
 ) -> None:
     """Also if the worker is connected to another node of a cluster than the one that was restarted."""
@@ -213,7 +213,7 @@ async def test_after_the_log_became_shorter_entries_at_its_new_end_are_no_longer
     assert not synced.has(10)
 
 
-async def test_a_forgotten_session_is_removed_from_the_log_by_exactly_one_deletion(
+async def test_close_with_forget_removes_a_session_from_the_log_by_exactly_one_deletion(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its note stays as long as that of any closed session, and is the log's first one."""
@@ -232,7 +232,7 @@ async def test_a_forgotten_session_is_removed_from_the_log_by_exactly_one_deleti
     assert removed == ["first", "second"]
 
 
-async def test_a_forgotten_session_whose_first_deletion_fails_is_removed_later_and_delays_no_other_session(
+async def test_a_failed_deletion_after_close_with_forget_is_repeated_later_and_delays_no_other_session(
     quiet_wire: Start, server: Server
 ) -> None:
     """A delete that fails, as on a full disk, has the error code of one that finds no message."""
@@ -248,7 +248,7 @@ async def test_a_forgotten_session_whose_first_deletion_fails_is_removed_later_a
 
 
 @pytest.mark.usefixtures("late_results")
-async def test_a_forgotten_session_is_removed_even_if_the_result_of_its_close_is_stored_an_hour_late(
+async def test_a_session_is_removed_even_if_the_result_of_its_close_with_forget_is_stored_an_hour_late(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the log was full for so long, or the worker's clock was ahead."""
@@ -358,7 +358,7 @@ async def test_a_forged_log_entry_of_a_close_removes_no_session_from_the_log(
 
 
 @pytest.mark.parametrize("closed_ttl_s", [None, 0.0])
-async def test_a_close_logged_twice_because_of_a_crash_removes_only_images_from_before_the_first_entry(
+async def test_a_close_logged_twice_because_of_a_crash_removes_only_images_older_than_its_first_log_entry(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, closed_ttl_s: float | None
 ) -> None:
     """Images that were stored behind it are of the next session, and no note is left over."""
@@ -457,7 +457,7 @@ async def test_a_session_is_not_unloaded_from_memory_while_an_info_request_reads
     assert (await asked)["position"] == 5
 
 
-async def test_of_idle_sessions_over_the_memory_limit_the_last_used_one_stays_loaded(
+async def test_the_most_recently_used_idle_session_stays_loaded_even_if_it_exceeds_the_memory_limit(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -580,7 +580,7 @@ EMPTY = Generated(
 
 
 @pytest.mark.parametrize("cancelled", [failure("r", "expired", "cancelled", seq=5), EMPTY])
-async def test_retention_finds_the_result_of_a_close_stored_after_the_result_of_a_cancelled_request(
+async def test_the_result_of_a_close_is_found_even_if_a_cancelled_requests_result_is_stored_before_it(
     cancelled: Any,
 ) -> None:
     """Otherwise the note of the close would never have an effect."""
@@ -685,7 +685,7 @@ async def test_a_worker_that_missed_the_forgetting_of_a_session_drops_the_sessio
     assert key not in app.device_of_hashes.resident
 
 
-async def test_a_worker_away_longer_than_erase_orders_are_kept_drops_its_kv_once_running_turns_have_ended(
+async def test_a_worker_that_was_away_for_91_days_drops_its_kv_as_soon_as_its_running_turns_have_ended(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It erases its copies last, and again if this failed, since a running turn may add some."""

@@ -156,7 +156,7 @@ async def test_a_request_with_own_sampling_true_takes_missing_options_from_the_m
     assert greedy == plain
 
 
-async def test_the_clients_samples_call_returns_different_answers_and_leaves_the_session_unchanged(
+async def test_the_client_method_samples_returns_different_answers_and_leaves_the_session_unchanged(
     client: Client,
 ) -> None:
     session = client.session("s")

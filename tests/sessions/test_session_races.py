@@ -75,7 +75,7 @@ def held_up(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Even
     return there, go_on
 
 
-async def test_a_request_that_arrives_just_before_its_sessions_delivery_is_acked_is_answered_before_the_ack(
+async def test_a_request_that_arrives_as_its_session_is_about_to_ack_a_delivery_is_answered_before_the_ack(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It arrives while notes of attempts are removed, just before the session's delivery is acknowledged."""
@@ -135,7 +135,7 @@ async def test_a_request_whose_result_a_restarted_nats_server_lost_is_acknowledg
 
 
 @pytest.mark.parametrize("look", ["info", "cancel"])
-async def test_a_running_session_stores_no_second_result_after_info_or_cancel_read_another_workers_result(
+async def test_a_session_that_reads_another_workers_result_during_its_own_run_stores_no_second_result(
     world: World, monkeypatch: pytest.MonkeyPatch, look: str
 ) -> None:
     """Otherwise the session's task would also commit one, and the request would have two results."""
@@ -223,7 +223,7 @@ async def test_after_a_failed_read_of_the_log_no_request_is_answered_twice(
     assert len(world.results) == 4
 
 
-async def test_a_close_holds_the_lock_for_removing_closed_sessions_while_its_result_is_stored(
+async def test_the_lock_for_removing_closed_sessions_is_held_while_the_result_of_a_close_is_stored(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the worker, if the acknowledgement is late, could store the result a second time."""
@@ -330,7 +330,7 @@ async def test_a_request_that_crashes_workers_is_given_up_even_if_newer_requests
     assert lives == 4
 
 
-async def test_a_repeated_request_gets_the_recorded_result_even_if_a_forgotten_session_had_used_its_id(
+async def test_a_repeated_request_gets_its_recorded_result_even_if_an_erased_session_had_used_its_id(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The id's first result was removed from the log; the index of ids still has it before the second."""
@@ -374,7 +374,7 @@ def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
     return chunk
 
 
-async def test_an_attempt_of_a_worker_that_was_asleep_but_taken_for_crashed_is_not_counted_as_failed(
+async def test_a_worker_wrongly_taken_for_crashed_while_asleep_does_not_count_its_own_attempt_as_failed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was asleep, and seemed to have ended; of the workers that took the request then, two crashed."""
@@ -398,7 +398,7 @@ async def test_an_attempt_of_a_worker_that_was_asleep_but_taken_for_crashed_is_n
     [(0, 3, False), (1, 3, True), (1, 4, False)],
     ids=["nobody at work", "a worker at work", "an attempt too many"],
 )
-async def test_an_attempt_by_a_worker_that_turns_out_to_be_running_is_not_counted_as_failed(
+async def test_the_attempt_of_a_worker_that_is_still_running_the_request_is_not_counted_as_failed(
     world: World, monkeypatch: pytest.MonkeyPatch, num_busy: int, noted: int, *, is_tried: bool
 ) -> None:
     """As after the sleep of a laptop with two workers. The attempts of others still add up."""
@@ -533,7 +533,7 @@ async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(
     await world.assert_fold_is_life()
 
 
-async def test_a_fork_waiting_for_its_parent_counts_no_failed_attempt_and_holds_no_device_lock(
+async def test_a_fork_that_waits_for_its_parent_records_no_failed_attempt_and_holds_no_device_lock(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs nothing on the device, so it cannot be the cause of a crash."""
@@ -651,7 +651,7 @@ async def test_a_worker_does_not_start_an_answer_that_another_worker_has_stored_
     assert len(begun) == 1
 
 
-async def test_a_failing_turn_stores_no_result_if_another_worker_answered_and_forgot_the_session_meanwhile(
+async def test_a_failing_turn_stores_no_result_if_another_worker_answered_it_and_erased_the_session(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This worker was stalled: another one has answered the request meanwhile, and forgotten the session."""

@@ -83,7 +83,7 @@ async def returned(wire: Wire, num: int) -> None:
     await until(lambda: wire.worker.app._parts.intake.num_returned >= num)
 
 
-async def test_a_worker_that_joins_answers_a_part_of_the_many_requests_that_wait_in_the_log(
+async def test_a_newly_joined_worker_answers_a_part_of_the_many_requests_that_wait_in_the_log(
     cluster: Start,
 ) -> None:
     """A worker at its limit returns further requests, and no attempt is noted for them."""

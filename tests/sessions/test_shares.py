@@ -92,7 +92,7 @@ async def crowd() -> AsyncIterator[Crowd]:
     await asyncio.gather(*made.tasks.values(), return_exceptions=True)
 
 
-async def test_a_flooding_tenant_may_fill_a_quarter_of_the_rows_until_other_tenants_stay_away() -> None:
+async def test_a_flooding_tenant_is_cut_to_a_quarter_of_the_rows_for_a_while_after_anothers_request() -> None:
     async with crowd() as one:
         await one.flood("loud")
         assert one.num("loud") == MOST
@@ -114,7 +114,7 @@ async def test_a_flooding_tenant_may_fill_a_quarter_of_the_rows_until_other_tena
         assert one.num("loud") == MOST
 
 
-async def test_a_flooding_tenant_may_fill_a_quarter_of_the_rows_while_another_tenant_is_active() -> None:
+async def test_a_flooding_tenant_may_fill_only_a_quarter_of_the_rows_while_another_tenant_is_active() -> None:
     async with crowd() as one:
         await one.come("quiet", "s")
         await one.flood("loud")

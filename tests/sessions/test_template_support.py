@@ -305,7 +305,7 @@ AS_CALL = '<tool_call>\n{"name": "f", "arguments": broken-argument {}\n</tool_ca
         ("lists", [ASKED, ANSWERED], {}, "User: asked<|im_end|>\n<|im_start|>Assistant: answered"),
     ],
 )
-def test_messages_adapted_to_a_chat_template_are_in_the_prompt_and_counted_by_adaptation(
+def test_each_adaptation_of_messages_to_a_chat_template_is_counted_by_kind_and_keeps_their_text(
     tokenizers: dict[str, Tokenizer],
     name: str,
     messages: list[dict[str, Any]],
@@ -318,7 +318,7 @@ def test_messages_adapted_to_a_chat_template_are_in_the_prompt_and_counted_by_ad
     assert said in prompt(tokenizers[name], *messages)
 
 
-def test_a_user_message_right_after_one_of_an_earlier_request_is_counted_as_joined_to_it(
+def test_a_user_message_directly_after_one_of_an_earlier_request_is_reported_as_joined_to_that_one(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     noted = Counter[str]()

@@ -404,7 +404,7 @@ def oss(model_with_template: Callable[[str, str], Path], harmony: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("keep", [True, False])
-async def test_a_harmony_prompt_has_the_reasoning_of_earlier_answers_only_if_it_is_to_be_kept(
+async def test_a_harmony_prompt_has_the_reasoning_of_earlier_answers_only_if_the_request_asks_to_keep_it(
     oss: Tokenizer, keep: bool
 ) -> None:
     world = world_of(oss, THOUGHT + SAID, THOUGHT + TO_WEATHER, SAID, SAID)

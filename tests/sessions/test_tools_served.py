@@ -141,7 +141,7 @@ async def test_reasoning_ends_at_its_token_budget_and_the_response_format_applie
         assert "".join(chunk.text for chunk in chunks) == result.text
 
 
-async def test_an_answer_prefix_continues_the_templates_open_reasoning_unless_the_reasoning_budget_is_0(
+async def test_an_answer_prefix_continues_reasoning_that_the_template_began_unless_the_budget_is_0(
     local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
 ) -> None:
     client = (await local_worker(model=str(thinking_model))).client
@@ -202,7 +202,7 @@ async def test_a_forced_harmony_tool_call_follows_the_reasoning_even_if_the_work
     assert joined(chunks) == [(call.id, call.function.name, call.function.arguments)]
 
 
-async def test_the_clients_run_tools_calls_the_functions_and_sends_their_results_and_errors_to_the_session(
+async def test_the_client_method_run_tools_calls_the_functions_and_sends_their_results_and_errors(
     random: Client,
 ) -> None:
     asked: list[Any] = []
@@ -234,7 +234,7 @@ async def test_the_clients_run_tools_calls_the_functions_and_sends_their_results
         await run_tools(random.session("s"), {}, messages=user("x"), tools=[CLOCK])
 
 
-async def test_the_clients_run_tools_refuses_a_request_id_too_long_for_its_last_step_and_sends_nothing(
+async def test_the_client_method_run_tools_refuses_an_id_too_long_for_its_last_step_and_sends_nothing(
     random: Client,
 ) -> None:
     functions: dict[str, Any] = {"clock": lambda: pytest.fail("its effect could not be undone")}

@@ -91,7 +91,7 @@ def test_a_worker_on_a_lagging_replica_does_not_run_again_a_request_that_a_dead_
     assert num_runs == 8
 
 
-def test_a_client_does_not_report_an_answered_request_that_has_left_the_queue_as_removed(
+def test_a_client_does_not_report_as_removed_an_answered_request_that_has_left_the_queue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client that comes back for its answer has looked for the result before, and then for the request."""
@@ -223,7 +223,7 @@ def test_simulated_histories_that_once_failed_break_no_invariant() -> None:
     assert "10 histories" in said
 
 
-def test_request_ids_of_a_forgotten_session_that_a_newer_worker_had_answered_can_be_reused() -> None:
+def test_request_ids_of_an_erased_session_can_be_reused_even_if_a_newer_worker_had_answered_them() -> None:
     plan = {"kinds": ("newer worker",), "num_faults": 5, "num_requests": 9, "num_clients": 3}
     plan |= {"num_visitors": 0, "num_sessions": 1, "sync_s": 0.0, "num_workers": 1}
     assert history.simulate(77, favoured=plan | {"weights": (10, 30, 10, 20, 5, 0)}).wrong == []

@@ -58,7 +58,7 @@ async def test_answers_about_images_are_the_same_with_and_without_faults_of_work
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_a_short_soak_run_with_restarts_and_changes_of_the_model_answers_every_request_without_faults(
+async def test_a_short_soak_run_with_restarts_and_model_changes_answers_every_request_and_finds_no_fault(
     tmp_path: Path,
 ) -> None:
     day, verdict = await play(tmp_path, requests=80, sessions=16, seed=1)
