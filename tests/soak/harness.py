@@ -80,7 +80,9 @@ async def folder() -> AsyncIterator[Path]:
 
     SIGTERM ends the run as Ctrl-C does, which stops the workers.
     """
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    run = asyncio.current_task()
+    assert run is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, run.cancel)
     path = Path(tempfile.mkdtemp(prefix="turnkeep-soak-"))
     try:
         yield path

@@ -78,7 +78,10 @@ def test_a_program_that_sigterm_ends_leaves_no_process_and_says_where_its_files_
     left = psutil.Process(running.pid).children(recursive=True)
     assert len(left) > 2
     running.terminate()
-    _, said = running.communicate(timeout=60)
+    try:
+        _, said = running.communicate(timeout=60)
+    finally:
+        running.kill()
     assert f"what is left of the run is in {tmp_path}" in said.decode()
     _, alive = psutil.wait_procs(left, timeout=10)
     for one in alive:
