@@ -44,7 +44,8 @@ async def test_the_commands_in_the_documented_runbooks_run_as_written(
         _, *arguments = shlex.split(line, comments=True)
         places = here if arguments[0] in LOCAL else where(worker)
         if arguments[0] == "serve":
-            places = (*where(worker), *here, "--model", worker.settings.model)
+            empty = ("--data-dir", tmp_path / "empty")  # as the page says; the worker's is in use
+            places = (*where(worker), *empty, "--model", worker.settings.model)
         if arguments[0] == "ask":  # it minds signals, so it needs a process of its own
             done = await asyncio.to_thread(turnkeep, *arguments, *places)
         else:
