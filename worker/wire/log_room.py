@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
-from anyio import Lock, sleep
+from anyio import Lock, current_time, sleep
 from nats.js.errors import APIError
 
 from turnkeep_client.log import STREAM_FULL
@@ -37,9 +37,9 @@ _RESERVE: Final = 16
 _SMALL_BYTES: Final = 4096
 #: A message's size in the server's files beside its subject, headers and body.
 _RECORD_BYTES: Final = 40
-#: How often to raise the stream's size for an entry, and the longest random pause in between: a request may
+#: How long to raise the stream's size for an entry, and the longest random pause in between: a request may
 #: take the room, and another worker set back the size. (Raises that add up would leave room for requests.)
-_TRIES: Final = 200
+_TRIES_S: Final = 60.0
 _PAUSE_S: Final = 0.016
 
 
@@ -68,7 +68,8 @@ class LogRoom:
             if error.err_code != STREAM_FULL:
                 raise
             refusal = error
-        for _ in range(_TRIES):
+        until_s = current_time() + _TRIES_S
+        while current_time() < until_s:
             async with self._raising:
                 if not await self._make_room(size):
                     break
