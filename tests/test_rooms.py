@@ -81,7 +81,7 @@ SIZES = {
     "gateway": 7_751,
     "ops": 5_539,
     "protocol": 7_060,
-    "tests": 73_198,
+    "tests": 73_204,
     "tests/bench": 1_070,
     "tests/cache": 6_923,
     "tests/commands": 3_044,
@@ -90,7 +90,7 @@ SIZES = {
     "tests/gateway": 6_300,
     "tests/model": 6_204,
     "tests/ops": 6_437,
-    "tests/packaging": 861,
+    "tests/packaging": 867,
     "tests/process": 5_445,
     "tests/protocol": 3_086,
     "tests/protocol_model": 1_625,
@@ -98,7 +98,7 @@ SIZES = {
     "tests/simulation": 5_219,
     "tests/soak": 1_989,
     "words": 26_998,
-    "worker": 35_148,
+    "worker": 35_149,
     "worker/batch": 4_580,
     "worker/cluster": 1_533,
     "worker/device": 3_359,
@@ -108,7 +108,7 @@ SIZES = {
     "worker/process": 1_980,
     "worker/sessions": 5_150,
     "worker/text": 2_771,
-    "worker/wire": 4_008,
+    "worker/wire": 4_009,
 }
 
 #: The packages in it translate an HTTP API to the common form in `turn`.

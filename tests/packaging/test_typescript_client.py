@@ -77,10 +77,15 @@ def worker(worker_process: Callable[..., WorkerProcess]) -> Callable[..., Awaita
 
 
 async def serve(process: WorkerProcess) -> None:
+    num_before = num_ready(process)
     process.start()
     async with asyncio.timeout(60):
-        while not process.log_path.exists() or '"event": "ready"' not in process.log:  # noqa: ASYNC110
+        while num_ready(process) == num_before:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+def num_ready(process: WorkerProcess) -> int:
+    return process.log.count('"event": "ready"') if process.log_path.exists() else 0
 
 
 async def run(*command: object, **environment: str) -> str:
@@ -152,7 +157,8 @@ async def test_the_typescript_example_agent_run_again_after_a_kill_generates_no_
     assert (await killed.stdout.readline()).startswith(b"looking up ")
     killed.kill()
     await killed.wait()
-    kill_worker(process)
+    process.kill()
+    await serve(process)  # a client that connects while the NATS server is started again is refused
     whole = await run(*command, NATS_URL=process.url)
     assert whole.endswith(("\nlength\n", "\nstop\n"))
     assert await run(*command, NATS_URL=process.url) == whole
