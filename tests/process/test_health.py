@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import anyio
 import pytest
 
+from tests.commands.command_runs import command, where
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker import app as app_module
@@ -154,9 +155,11 @@ async def test_the_ready_probe_fails_if_the_worker_cannot_renew_its_cluster_memb
     await js.update_stream(config.evolve(subjects=["nobody.$KV.x"]))  # where renewals do not arrive
     await unready(worker.app, "this worker is not recorded on the prefix")
     assert not (await worker.client.worker_metrics()).recorded
+    assert "is the disk of its server full?" in (await command("info", *where(worker))).stdout
     await js.update_stream(config)
     await unready(worker.app)
     assert (await worker.client.worker_metrics()).recorded
+    assert "is the disk of its server full?" not in (await command("info", *where(worker))).stdout
 
 
 async def test_the_ready_probe_fails_with_the_reason_if_the_workers_device_thread_hangs(
