@@ -38,8 +38,8 @@ demo-cluster: $(STAMP) ## The same with two workers: the other one continues the
 	@$(BIN)/turnkeep demo --cluster
 
 test: $(STAMP) ## Run the tests
-	@# A quarter of the time tests wait, so that two cores can do with three processes. A process keeps a file's tests.
-	$(BIN)/python -m pytest -q --dist worksteal -n $$(($$(getconf _NPROCESSORS_ONLN) > 2 ? 4 : 3)) --junitxml=$(REPORT)
+	@# Tests wait for a quarter of their time, so that two cores have work for four processes.
+	$(BIN)/python -m pytest -q --dist worksteal -n 4 --junitxml=$(REPORT)
 	@$(BIN)/python -m tests.durations $(REPORT) --budget $(FILE_BUDGET_S)
 
 durations: ## List the slowest folders, files and tests of the last `make test`

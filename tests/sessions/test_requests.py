@@ -206,7 +206,8 @@ async def test_snapshot_counts_in_metrics_add_up_and_request_counts_match_the_an
     )
     with pytest.raises(RequestFailedError):
         await client.session("s1").rewind(10_000)
-    last = await quiet(client)
+    await quiet(client)
+    last = await seen(client, lambda m: "rewind" in m.requests)
     listener.cancel()
     for metrics in [*messages, last]:
         counts = metrics.snapshots
