@@ -73,3 +73,11 @@ def test_each_promise_in_a_documentation_page_names_an_existing_test_or_a_reason
 
 def test_promises_toml_has_rows_for_exactly_the_checked_documentation_pages() -> None:
     assert ROWS.keys() == {*PAGES}
+
+
+def test_each_figure_of_the_readmes_comparison_is_one_of_the_benchmarks_page() -> None:
+    table = (ROOT / "README.md").read_text().partition("| mlx_lm.server |\n")[2].partition("\n\n")[0]
+    figures = re.findall(r"\| ([\d.]+)(?: m?s)?(?= \|)", table)
+    measured = (ROOT / "docs/benchmarks.md").read_text().partition("## Beside `mlx_lm.server`\n")[2]
+    assert len(figures) == 8
+    assert set(figures) <= set(re.findall(r"[\d.]+", measured.partition("\n## ")[0]))
