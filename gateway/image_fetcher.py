@@ -73,9 +73,11 @@ class ImageFetcher:
                 data = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, link)
         except TimeoutError:
             raise refused(f"the image did not arrive within {_FETCH_S:.0f} s", link.where) from None
+        except HTTPError as error:
+            error.close()  # else its connection stays open until it is collected
+            raise refused(f"the image cannot be fetched: status {error.code}", link.where) from None
         except (OSError, ValueError, HTTPException) as error:
-            why = f"status {error.code}" if isinstance(error, HTTPError) else type(error).__name__
-            raise refused(f"the image cannot be fetched: {why}", link.where) from None
+            raise refused(f"the image cannot be fetched: {type(error).__name__}", link.where) from None
         with parts_checked():
             return check_image(data, link.where)
 

@@ -52,7 +52,8 @@ class Door:
     async def stop(self) -> None:
         """Stop the gateway without waiting for answers, which the worker continues."""
         await self.openai.close()
-        self.server.should_exit = self.server.force_exit = True
+        self.server.config.timeout_graceful_shutdown = 0
+        self.server.should_exit = True
         await self.task
 
 

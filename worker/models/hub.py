@@ -329,7 +329,7 @@ def _check_memory(hub_id: str, needed_bytes: int) -> None:
 def _bring_one(url: str, blobs: Path, file: _File, advance: Callable[[int], None]) -> None:
     """Download one file, resuming where an earlier process stopped, and check its digest."""
     part = _part(blobs, file)
-    with part.open("ab") as out:
+    with part.open("ab", buffering=2**10) as out:  # less than a piece, which is written at once
         fcntl.flock(out, fcntl.LOCK_EX)  # excludes a process that fetches the same file
         if (blobs / file.digest).exists():
             return
