@@ -156,7 +156,7 @@ def find(mutant: Mutant, gone: tuple[str, ...]) -> tuple[bool, str, float]:
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
     code = process.exitcode or 0
     what = "its process has crashed" if code < 0 else failed[-1] if failed else said[-3000:]
-    return code == 1 or code < 0, what, time.monotonic() - begun_s
+    return (code == 1 and bool(failed)) or code < 0, what, time.monotonic() - begun_s
 
 
 def _test(mutant: Mutant, arguments: list[str], output: str) -> None:

@@ -30,6 +30,13 @@ def test_a_row_whose_text_the_program_does_not_have_is_not_found(test: str) -> N
     assert (is_found, "it must have it once" in said) == (False, True)
 
 
+def test_a_row_whose_new_code_cannot_replace_the_functions_is_not_found() -> None:
+    """The code of a function cannot be replaced by one that has another number of outer variables."""
+    edit = ("ops/http_server.py", "return contextlib.nullcontext()", "return super().capture_signals()")
+    is_found, said, _ = find(Mutant("needs __class__", (edit,), "tests/test_mutants.py", {}), ())
+    assert (is_found, "free vars" in said) == (False, True)
+
+
 def test_a_mutant_changes_its_function_only_inside_its_with_block() -> None:
     edit = ("worker/wire/intake.py", 'if name in ("*", ">") or', "if")
     with mutated(Mutant("wild cards are names", (edit,), "", {})):

@@ -92,9 +92,9 @@ async def test_the_kv_audit_quarantines_a_wrong_block_and_removes_all_later_bloc
         begun, goes_on, turns = asyncio.Event(), asyncio.Event(), list[asyncio.Task[Any]]()
         condemn = process.store.kv.condemn
 
-        async def publish(_: object) -> None:
+        async def publish(_: object) -> bool:
             begun.set()
-            await goes_on.wait()
+            return await goes_on.wait()
 
         async def condemn_beside(*args: Any) -> str:
             if is_used:

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import stat
 import sys
@@ -15,15 +16,16 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from starlette.applications import Starlette
 
 import gateway
 import ops.console
 from commands.agents import AGENTS, INSTALLS, GatewayAccess, start_of
 from commands.cli import main
 from commands.gateway import greeting
-from ops.http_server import listening
+from ops.http_server import listening, serve, server
 from tests.commands.command_runs import turnkeep
-from tests.parts import TINY_CONTEXT
+from tests.parts import TINY_CONTEXT, until
 
 
 def said(*arguments: str) -> str:
@@ -124,6 +126,18 @@ async def launched(folder: Path, *arguments: str, **environment: str) -> Said:
     words = ("launch", "--data-dir", folder / "data", *arguments)
     done = await asyncio.to_thread(turnkeep, *words, **given)
     return done.returncode, done.stdout, done.stderr
+
+
+async def test_a_running_http_server_leaves_the_handling_of_signals_to_its_command() -> None:
+    """A signal that uvicorn handled would come again at its end, and cancel what the command closes."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with listening("127.0.0.1", 0) as listener:
+        running = server(Starlette(), 1)
+        task = asyncio.create_task(serve(running, listener))
+        await until(lambda: running.started)
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+        running.should_exit = True
+        await task
 
 
 @pytest.mark.parametrize("name", [*AGENTS, "other"])

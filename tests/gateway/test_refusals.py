@@ -366,7 +366,9 @@ def refusal(path: str, told: Any) -> tuple[str, str | None]:
 
 
 @pytest.mark.parametrize(
-    ("model", "rows"), [("tiny_model", TINY), ("embedding_model", EMBEDDING), ("reranker", RANKING)]
+    ("model", "rows"),
+    [("tiny_model", TINY), ("embedding_model", EMBEDDING), ("reranker", RANKING)],
+    ids=["tiny", "embedding", "reranker"],
 )
 async def test_the_gateway_refuses_each_unsupported_request_with_a_sentence_and_the_field_at_fault(
     model: str, rows: list[Row], local_worker: Any, door: Any, request: pytest.FixtureRequest
