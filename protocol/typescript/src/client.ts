@@ -189,6 +189,7 @@ export async function connectBy(
       maxReconnectAttempts: -1,
       reconnectTimeWait: 250,
       pingInterval: 5000, // a server that is gone without a word is left after three
+      timeout: 5000, // for one attempt; after it a full server is left for the next one, when it reconnects
       ...credentials(addresses),
       ...options,
       ...encrypted,

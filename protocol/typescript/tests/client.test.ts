@@ -688,6 +688,19 @@ test("a limit may be of any length, also none", async () => {
   for (const timeoutMs of [0, -1]) await assert.rejects(own.embed(["x"], { timeoutMs }), turnkeep.NoAnswerError);
 });
 
+test("a client that loses its server passes by one that has no connection left", async () => {
+  const full = process.env["FULL_URL"] ?? "";
+  await using own = await connect({ servers: [servers, full], noRandomize: true, tenant: run });
+  const began = Date.now();
+  const back = (async () => {
+    for await (const { type } of own.connection.status()) if (type === "reconnect") return;
+  })();
+  await own.connection.reconnect();
+  await back;
+  assert.ok(Date.now() - began < 15_000, "NATS's packages wait 20 s for a server that has hung up");
+  assert.equal((await own.session("passed").append({ text: "abc" })).position, 3);
+});
+
 test("who may not read the log is told so", async () => {
   const connection = new Proxy(client.connection, {
     get(real, name) {
