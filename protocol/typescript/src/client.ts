@@ -175,10 +175,13 @@ export async function connectBy(
   given: ConnectOptions,
 ): Promise<Client> {
   const { tenant, prefix, controlTimeoutMs, servers, ...options } =
-    checked("the options of connect", given, CONNECT_OPTIONS, true);
+    checked("the options of connect", given, CONNECT_OPTIONS);
   checkId("tenant", tenant ?? DEFAULT_TENANT); // before there is a connection that would have to be closed
   new Subjects(prefix);
-  const addresses = [servers ?? "127.0.0.1:4222"].flat().flatMap((server) => String(server).split(","));
+  const named = [servers ?? "127.0.0.1:4222"].flat();
+  named.forEach((server, number) => checkKind(`servers[${number}]`, server, "string"));
+  const addresses = named.flatMap((server) => server.split(",")).filter((server) => server.trim());
+  if (addresses.length === 0) throw new InvalidMessageError("servers names none; leave it out for 127.0.0.1:4222");
   const bare = addresses.map(withoutCredentials);
   const shown = addresses.map((server) => server.replace(/^(\w+:\/\/)?.*@/, "$1")); // hides also what is no valid address
   // NATS's client takes the scheme for no demand: it would send the credentials to a server without TLS.
@@ -204,8 +207,8 @@ export async function connectBy(
     if (isOfSystem || has(error, "ConnectionError") || has(error, "TimeoutError")) {
       throw new NoServerError(`no NATS server at ${shown}: ${messageOf(error)}`, { cause: error });
     }
-    if (error instanceof TypeError || has(error, "InvalidArgumentError")) {
-      throw new InvalidMessageError(`the options of connect are not NATS's: ${messageOf(error)}`, { cause: error });
+    if (has(error, "InvalidArgumentError")) {
+      throw new InvalidMessageError(`the options of connect do not agree: ${messageOf(error)}`, { cause: error });
     }
     throw error;
   }

@@ -21,9 +21,16 @@ const KINDS: Readonly<Record<string, (value: unknown) => boolean>> = {
 };
 
 export const CLIENT_OPTIONS: Kinds<ClientOptions> = { tenant: "string", prefix: "string", controlTimeoutMs: "number" };
-/** NATS's packages check those of their own. */
-export const CONNECT_OPTIONS: Kinds<ClientOptions & Pick<ConnectOptions, "servers">> = {
+export const CONNECT_OPTIONS: Kinds<ConnectOptions> = {
   ...CLIENT_OPTIONS, servers: "string | array",
+  // NATS's own, which its packages take as they come
+  name: "string", token: "string", user: "string", pass: "string", authenticator: "function | array",
+  tls: "object | null", wsFactory: "function", port: "integer", timeout: "number", inboxPrefix: "string", noEcho: "boolean",
+  noRandomize: "boolean", resolve: "boolean", ignoreClusterUpdates: "boolean", ignoreAuthErrorAbort: "boolean",
+  reconnect: "boolean", waitOnFirstConnect: "boolean", maxReconnectAttempts: "integer", reconnectTimeWait: "number",
+  reconnectJitter: "number", reconnectJitterTLS: "number", reconnectDelayHandler: "function", reconnectToServer: "function",
+  pingInterval: "number", maxPingOut: "integer", debug: "boolean", verbose: "boolean", pedantic: "boolean",
+  noAsyncTraces: "boolean",
 };
 export const CALL_OPTIONS: Kinds<CallOptions> = { signal: "AbortSignal", headers: "object" };
 export const COUNT_OPTIONS = { signal: "AbortSignal", timeoutMs: "number" };
@@ -38,14 +45,14 @@ const { query, documents, ...ranking } = FIELDS.rerank;
 export const RERANK_OPTIONS = { ...ranking, timeoutMs: "number" };
 
 /** Return options or fields; throw `InvalidMessageError` if one is wrong. `what` they are is for the error. */
-export function checked<T>(what: string, given: T, kinds: Readonly<Record<string, string>>, takesOthers = false): T {
+export function checked<T>(what: string, given: T, kinds: Readonly<Record<string, string>>): T {
   checkKind(what, given, "object");
   for (const [name, value] of Object.entries(given as object)) {
     const kind = Object.hasOwn(kinds, name) ? kinds[name] : undefined;
-    if (kind !== undefined && value !== undefined) checkKind(name, value, kind);
-    if (kind === undefined && !takesOthers) {
+    if (kind === undefined) {
       throw new InvalidMessageError(`${what} have no ${name}; they have ${Object.keys(kinds).join(", ")}`);
     }
+    if (value !== undefined) checkKind(name, value, kind);
   }
   return given;
 }
