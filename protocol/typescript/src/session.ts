@@ -89,8 +89,9 @@ export class Session {
   }
 
   /** End the session. Only `open` can use its name again. With `forget` its content is removed. */
-  close(fields: Fields<Close> = {}, options: CallOptions = {}): Promise<Closed> {
-    return this.#send("closed", "close", fields, options);
+  async close(fields: Fields<Close> = {}, options: CallOptions = {}): Promise<Closed> {
+    // No other default of a result is true, and a missing one would read as false.
+    return { settled: true, ...(await this.#send("closed", "close", fields, options)) };
   }
 
   /** End the session and remove its content: from the worker's disk, and soon from the log. */
