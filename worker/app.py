@@ -375,6 +375,7 @@ class App:
             await self._parts.intake.pull_again()
             self._parts.overheard.forget()
             self._parts.owners.reconnected()
+            self._members.reconnected()
 
     async def _closed(self, why: str) -> None:
         """Stop the worker because NATS closed the connection for good. Also called during a normal stop."""

@@ -24,6 +24,7 @@ from .errors import (
 )
 from .images import files_of
 from .messages import Close, ControlReply, Failed, Request, Result, UnknownResult, decode_result, encode
+from .options import check_options
 from .stream import LogStream
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ class Call:
         self._feed: _ResultFeed | None = None
         self._body: bytes | None = None
         self._timeout_s = feeds.timeout_s if timeout_s is None else timeout_s
+        check_options(timeout_s=self._timeout_s, headers=headers or {})
         self._before = before
         self._headers = dict(headers or {}) or None
         self.restart_timeout()

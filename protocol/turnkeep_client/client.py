@@ -35,6 +35,7 @@ from .messages import (
     decode_serving,
     encode,
 )
+from .options import check_options
 from .session import Cache, Messages, Session, build
 from .session_log import Listed, ends_of_all, listed
 from .stream import LogStream
@@ -85,10 +86,13 @@ def connect(
     open client that loses its connection reconnects without limit, and waiting calls continue. Connecting
     raises `NoServerError` once every server has refused the connection, or after `connect_timeout_s`;
     `NotPermittedError` if one refuses the credentials or TLS. A bad tenant or prefix raises
-    `InvalidMessageError`, and so does a URL that is no text.
+    `InvalidMessageError`, and so do a URL that is no text, and a timeout that is no number.
     """
     if not isinstance(url, str):
         raise InvalidMessageError(f"the URL of the NATS servers must be text, not {type(url).__name__}")
+    check_options(
+        timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, control_timeout_s=control_timeout_s
+    )
     check_id("tenant", tenant)
     nats = NatsWire(Subjects(prefix))
     client = Client(nats, tenant, timeout_s, control_timeout_s)
@@ -175,6 +179,7 @@ class Client:
 
         Raises `RequestFailedError`, and `NoWorkerError` if no worker answers within `timeout_s`.
         """
+        check_options(timeout_s=timeout_s)
         request = build(Generate, request_id, messages=messages, text=text, tokens=tokens, **sampling)
         key = session_key(self.tenant, session)
         await self._wire.store_images(key, files_of(request), timeout_s)

@@ -10,6 +10,7 @@ from uuid import uuid4
 import msgspec
 
 from .errors import InvalidMessageError, RequestFailedError
+from .options import check_options
 from .subjects import check_id
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ async def run_tools(
 
     Raises `InvalidMessageError` if a tool has no function, and what `Session.generate` raises.
     """
+    check_options(functions=functions, most=most)
     if unknown := {name for name in _names(sampling) if name not in functions}:
         raise InvalidMessageError(f"there is no function for {', '.join(sorted(unknown))}")
     steps = uuid4().hex[:24] if request_id is None else request_id
@@ -72,8 +74,10 @@ async def _append(session: Session, results: Messages, request_id: str) -> None:
 
 
 def _names(sampling: Sampling) -> list[str]:
-    tools = [msgspec.to_builtins(tool) for tool in sampling.get("tools") or ()]
-    return [str(tool["function"]["name"]) for tool in tools]
+    """Return the names of the tools, as far as they are tools: `Session.generate` refuses others."""
+    tools: Any = msgspec.to_builtins(sampling.get("tools") or ())
+    functions = [tool.get("function") for tool in tools if isinstance(tool, dict)]
+    return [str(one["name"]) for one in functions if isinstance(one, dict) and "name" in one]
 
 
 async def _result(functions: Mapping[str, Callable[..., Any]], call: Called) -> str:

@@ -7,6 +7,7 @@ import random
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from .errors import RequestFailedError
+from .options import check_options
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -24,6 +25,7 @@ async def retry(send: Callable[[], Awaitable[_T]], *, attempts: int = 3) -> _T:
     the recorded failure. A request that timed out is not sent again, since it is in the log. The pause
     between two attempts doubles each time.
     """
+    check_options(attempts=attempts)
     pause_s = FIRST_PAUSE_S
     for _ in range(attempts - 1):
         try:

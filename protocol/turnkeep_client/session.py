@@ -50,6 +50,7 @@ from .messages import (
     decode_request,
     encode,
 )
+from .options import check_options
 from .stream import LogStream
 from .subjects import SessionKey, check_id
 
@@ -238,6 +239,7 @@ class Session:
         fails or is cancelled, which takes about a second at most. The prompt is prefilled once. Answer number
         i, from 0, is sampled with the seed `seed + i`.
         """
+        check_options(n=n)
         seed, ends = sampling.pop("seed", None), uuid4().hex[:12]
 
         async def sample(number: int) -> Generated:
@@ -281,6 +283,7 @@ class Session:
         Needs no worker. A fork's history begins with its parent's, as long as the parent is in the log. With
         `before`, a stream sequence, return the conversation as it was before that entry of the log.
         """
+        check_options(before=before)
         return await read_history(LogStream(self._wire, self._wire.subjects), self.key, before)
 
     async def image(self, digest: str) -> bytes:

@@ -15,6 +15,8 @@ from .asyncapi import document, print_or_check
 
 #: The unions of messages, by the channel of the document that has them.
 _UNIONS: Final = {"Request": "in", "Result": "out", "ControlRequest": "ctl", "ControlReply": "ctlReply"}
+#: What clients check themselves, by the names in `FIELDS`: a request by its type.
+_CHECKED: Final = ("in", "ctl")
 _PRIMITIVES: Final = {"string": "string", "integer": "number", "number": "number", "boolean": "boolean"}
 _HEAD: Final = """\
 // The messages of the protocol, written by `python -m turnkeep_client.typescript`: change the messages there.
@@ -32,7 +34,27 @@ def render() -> str:
     for union, channel in _UNIONS.items():
         members = " | ".join(described["channels"][channel]["messages"])
         parts.append(f"export type {union} = {members};\n")
+    checked = [name for channel in _CHECKED for name in described["channels"][channel]["messages"]]
+    parts.append(_fields({name: schemas[name] for name in [*checked, "ForkPoint"]}))
     return "\n".join(parts)
+
+
+def _fields(schemas: dict[str, Any]) -> str:
+    """Write a table of the kinds of each request's fields, for what JavaScript lets pass."""
+    lines = ["/** The kinds of each field of a request, by the request's type. */", "export const FIELDS = {"]
+    for name, schema in schemas.items():
+        fields = dict(schema["properties"])
+        tag = fields.pop("type", {"enum": [name]})["enum"][0]
+        lines += [f"  {tag}: {{", *(f"    {one}: '{_kinds(kind)}'," for one, kind in fields.items()), "  },"]
+    return "\n".join([*lines, "} as const;", ""])
+
+
+def _kinds(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " | ".join(dict.fromkeys(_kinds(one) for one in schema["anyOf"]))
+    if "enum" in schema:
+        return " | ".join(map(json.dumps, schema["enum"]))
+    return "object" if "$ref" in schema else str(schema["type"])
 
 
 def _interface(name: str, schema: dict[str, Any]) -> str:

@@ -31,6 +31,7 @@ from .images import entries
 from .log import EXPECT_HEADER, Stored, why_refused
 from .messages import decode_asked, decode_result
 from .nats_client import Nats
+from .options import check_options
 from .subjects import CONSUMER, Subjects
 
 if TYPE_CHECKING:
@@ -163,6 +164,7 @@ class NatsWire(Connection):
 
         Raises `NoAnswerError` if none comes in time, and `NoServerError` some time after NATS was lost.
         """
+        check_options(timeout_s=timeout_s)
         self._check(body)
         try:
             return (await self._while_reached(self._nats.request(subject, body, timeout=timeout_s))).data

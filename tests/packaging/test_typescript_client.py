@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.parts import WorkerProcess, free_port
+from tests.parts import NatsServer, WorkerProcess, free_port
+from turnkeep_client.client import connect
 from turnkeep_client.messages import Generated, decode_result
 
 PROJECT = Path(__file__).parents[2] / "protocol" / "typescript"
@@ -133,14 +134,19 @@ async def test_the_tests_of_the_packed_typescript_client_pass_in_node_deno_and_b
     await serve(process)
     judge = WorkerProcess(tmp_path / "judge", reranker, free_port())
     embedder = WorkerProcess(tmp_path / "embedder", embedding_model, free_port())
+    (tmp_path / "full.conf").write_text("max_connections: 1")
+    full = NatsServer(tmp_path / "full", ("-c", str(tmp_path / "full.conf")))
+    full.start()
     try:
         await serve(judge)
         await serve(embedder)
-        urls = {"NATS_URL": process.url, "RERANKER_URL": judge.url, "EMBEDDER_URL": embedder.url}
-        said = await run(*command, programs / "client.test.js", **urls)
+        urls = {"RERANKER_URL": judge.url, "EMBEDDER_URL": embedder.url, "FULL_URL": full.url}
+        async with connect(full.url):
+            said = await run(*command, programs / "client.test.js", NATS_URL=process.url, **urls)
     finally:
         judge.stop()
         embedder.stop()
+        full.stop()
     assert re.search(r"\b[2-5][0-9] pass", said) or re.search(r"# pass [2-5][0-9]\b", said), said
 
 

@@ -7,8 +7,10 @@ import itertools
 import json
 import time
 from collections import Counter
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import anyio
 import nats
@@ -20,6 +22,7 @@ from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import BUILD_HEADER, words
 from turnkeep_client.subjects import SessionKey, Subjects
+from worker.cluster import liveness
 from worker.cluster.liveness import Members
 from worker.cluster.owners import Owners, choose_by_hash
 from worker.cluster.routing import Routing
@@ -304,6 +307,7 @@ async def test_a_control_request_whose_answer_a_cut_connection_has_lost_is_asked
         has_record=True,
         address=lambda one, _: one.worker,
         knows=lambda _: True,
+        has_reconnected=lambda _: False,
     )
     answering = asyncio.create_task(made.control(SessionKey("t", "s"), "t.s.ctl", b"{}"))
     await until(lambda: asked.qsize() == 1)
@@ -311,6 +315,50 @@ async def test_a_control_request_whose_answer_a_cut_connection_has_lost_is_asked
     async with asyncio.timeout(5):
         assert await answering == b"answer"
     assert asked.qsize() == 2
+
+
+class LossyProxy:
+    """Passes connections on to a NATS server; cuts the first one on which `word` would reach the server."""
+
+    def __init__(self, port: int, word: bytes) -> None:
+        self._port = port
+        self._word = word
+        self.has_cut = False
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", self._port)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._pass(reader, to_server))
+            tasks.create_task(self._pass(from_server, writer))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(2**16):
+                if self._word in data and not self.has_cut:
+                    self.has_cut = True
+                    break
+                writer.write(data)
+        writer.close()
+
+
+async def test_a_control_request_to_a_worker_that_loses_its_connection_for_a_moment_is_answered_in_seconds(
+    cluster: Start, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it is back before two pings are missed, only its record says that its answer is lost."""
+    monkeypatch.setattr(liveness, "_MISSES", 1000)
+    proxy, key = LossyProxy(urlsplit(nats_url).port or 4222, b'"type":"session"'), SessionKey("default", "s")
+    async with await asyncio.start_server(proxy.serve, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        owner = await cluster("owner", nats=f"nats://127.0.0.1:{port}")
+        await owner.client.session("s").append(text="abc", timeout_s=PATIENCE_S)
+        other = await cluster("other")
+        subject = other.client.subjects.of(key, "ctl")
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await other.app._parts.owners.control(key, subject, b'{"type":"info"}')
+        assert answer is not None, "of the worker that has the session"
+        assert json.loads(answer)["position"] == 3
+        assert proxy.has_cut
+        await owner.stop()
 
 
 async def test_a_stopping_worker_replies_at_once_that_it_stops_to_workers_that_forward_it_requests() -> None:

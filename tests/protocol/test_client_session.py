@@ -151,6 +151,16 @@ INVALID: list[tuple[Callable[[Any], Any], str]] = [
     (lambda session: session.generate(messages=[{"role": "user", "content": b"a"}]), "not `bytes`"),
     (lambda session: session.count(messages=b"a"), r"^messages must be .*, not `str`"),
     (lambda session: session.open(tags="ab"), "tags must be `array`, not `str`"),
+    (lambda session: session.append(text="a", timeout_s="5"), "timeout_s must be a number, not str"),
+    (lambda session: session.generate(text="a", headers="a: b"), "headers must be a mapping, not str"),
+    (lambda session: session.append(text="a", headers={"a": 5}), "headers must be a mapping of str to str"),
+    (lambda session: session.history(before="2"), "before must be a number, not str"),
+    (lambda session: session.samples("2"), "n must be a whole number, not str"),
+    (lambda session: retry(session.append, attempts=None), "attempts must be a whole number, not NoneType"),
+    (lambda session: run_tools(session, None), "functions must be a mapping, not NoneType"),
+    (lambda session: run_tools(session, {}, most="2"), "most must be a whole number, not str"),
+    (lambda session: run_tools(session, {}, tools="a"), r"tools must be `array \| null`, not `str`"),
+    (lambda session: run_tools(session, {}, tools=[{}]), r"tools\[0\] needs the field 'function'"),
 ]
 
 
@@ -169,6 +179,13 @@ async def test_a_client_refuses_a_request_with_an_unknown_or_out_of_range_field_
     for given in (None, 7, ["nats://a"]):  # as of a variable of the environment that is not set
         with pytest.raises(InvalidMessageError, match="the URL of the NATS servers must be text, not"):
             await connect(given)  # type: ignore[arg-type]
+    for option in ("timeout_s", "connect_timeout_s", "control_timeout_s"):
+        with pytest.raises(InvalidMessageError, match=f"^{option} must be a number, not NoneType"):
+            connect(**{option: None})  # type: ignore[arg-type]
+    with pytest.raises(InvalidMessageError, match="timeout_s must be a number, not str"):
+        await client.ask("s1", text="a", timeout_s="5")  # type: ignore[arg-type]
+    with pytest.raises(InvalidMessageError, match="timeout_s must be a number, not str"):
+        await client.embed(["a"], timeout_s="5")  # type: ignore[arg-type]
     assert worker.requests == []
 
 

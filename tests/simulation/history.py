@@ -22,7 +22,7 @@ from turnkeep_client.history import read_history
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import parts
-from worker.cluster import endpoints, owners
+from worker.cluster import endpoints
 from worker.observe import telemetry
 from worker.process import clock
 from worker.sessions import limits, record, sessions
@@ -195,11 +195,6 @@ def patched(history: History) -> Iterator[None]:
             (retention, "_PERIOD_S", 0.1 if plan.sync_s else 1.0),  # often between a close and a power cut
             (retention, "_FILLING", 0.0),
             (erasures, "_PERIOD_S", 1.0),
-            (
-                owners,
-                "_CONTROL_S",
-                20.0,
-            ),  # a cut connection loses the answer
             (marks, "STRIDE", 4),
             (sessions, "_LEAST_SWEEP_S", 0.25),
             (telemetry, "_LAG_PERIOD_S", 60.0),  # in virtual time no callback is late

@@ -175,6 +175,10 @@ class Members:
         for member in list(self.others.values()):
             await self._greet(member)
 
+    def reconnected(self) -> None:
+        """Have the record say that the connection was lost, perhaps with answers to other workers."""
+        self.me = structs.replace(self.me, num_reconnects=self.me.num_reconnects + 1)
+
     async def name_model(self, model: str) -> None:
         """Record the digest of this worker's model.
 
@@ -251,6 +255,10 @@ class Members:
         """Whether this process of another worker is known to run."""
         known = self.others.get(member.worker)
         return known is not None and known.boot == member.boot
+
+    def has_reconnected(self, member: Member) -> bool:
+        """Whether another worker, which still runs, has lost its connection since it was this `member`."""
+        return self.knows(member) and self.others[member.worker].num_reconnects != member.num_reconnects
 
     async def _pong(self, message: Msg) -> None:
         if self._is_joined:

@@ -220,12 +220,12 @@ class Owners:
         """Return the owner's answer to a control request; None if this worker owns it, or on failure.
 
         An owner that ends meanwhile, or is paused for so long that it counts as ended, is a failure. After a
-        loss of the connection asks again: clients repeat these requests too.
+        loss of its connection or of this worker's asks again: clients repeat these requests too.
         """
         while not (self.is_here(key) or self.is_me(member := (await self.owner(key)).member)):
             cut, headers = self._cut, {SUBJECT_HEADER: subject}
             answer = await self._ask_while_known(member, "control", body, _CONTROL_S, headers)
-            if answer is not None or not cut.is_set():
+            if answer is not None or not (cut.is_set() or self._members.has_reconnected(member)):
                 return answer
         return None
 
@@ -234,14 +234,15 @@ class Owners:
     ) -> bytes | None:
         """Ask another worker; return None if it does not answer, ends, or is paused so long as if it had.
 
-        Also if the connection is lost meanwhile.
+        Also if its connection or this worker's is lost meanwhile.
         """
         answer: bytes | None = None
         cut = self._cut
         async with task_group() as tasks:
 
             async def give_up() -> None:
-                while self._members.knows(member) and not cut.is_set():  # noqa: ASYNC110
+                members = self._members
+                while members.knows(member) and not (cut.is_set() or members.has_reconnected(member)):  # noqa: ASYNC110
                     await sleep(_CHECK_S)
                 tasks.cancel_scope.cancel()
 

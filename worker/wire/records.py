@@ -47,6 +47,8 @@ class Member(msgspec.Struct, frozen=True):
     serves: bool = False
     #: Whether it gives its sessions away, and takes none.
     drains: bool = False
+    #: How often it has lost its connection to NATS and reconnected.
+    num_reconnects: int = 0
     #: The version of the messages that it writes.
     protocol: int = PROTOCOL
 

@@ -7,7 +7,9 @@ import { InvalidMessageError, NoServerError, NotPermittedError } from "./errors.
 import { decode, encode } from "./json.js";
 import { byName, isEnough, isInTurn, listed } from "./listing.js";
 import type { Listed } from "./listing.js";
+import { FIELDS } from "./messages.js";
 import type { ControlReply, EmbedRequest, RerankRequest } from "./messages.js";
+import { checked, checkKind, CLIENT_OPTIONS, CONNECT_OPTIONS, EMBED_OPTIONS, RERANK_OPTIONS } from "./options.js";
 import { Session } from "./session.js";
 import { isWaiting } from "./sessionLog.js";
 import { checkId, DEFAULT_TENANT, Subjects } from "./subjects.js";
@@ -52,6 +54,7 @@ export class Client implements AsyncDisposable {
 
   /** `connection` should reconnect without limit (`maxReconnectAttempts: -1`), so that waiting calls continue. */
   constructor(connection: NatsConnection, options: ClientOptions = {}) {
+    checked("the options of Client", options, CLIENT_OPTIONS);
     this.tenant = checkId("tenant", options.tenant ?? DEFAULT_TENANT);
     this.connection = connection;
     this.#feeds = new ResultFeeds(new Wire(connection, new Subjects(options.prefix)));
@@ -110,10 +113,12 @@ export class Client implements AsyncDisposable {
    */
   async embed(
     inputs: readonly Input[],
-    { timeoutMs = 60_000, ...more }: Pick<EmbedRequest, "dimensions" | "input_tokens"> & { timeoutMs?: number } = {},
+    options: Pick<EmbedRequest, "dimensions" | "input_tokens"> & { timeoutMs?: number } = {},
   ): Promise<Embeddings> {
+    const { timeoutMs = 60_000, ...more } = checked("the options of embed", options, EMBED_OPTIONS);
+    checkKind("inputs", inputs, FIELDS.embed.inputs);
     const found: Embeddings = { vectors: [], tokens: [], model: "" };
-    for (const [start, part] of divided("inputs", inputs)) {
+    for (const [start, part] of divided(inputs)) {
       const asked = { type: "embed", inputs: part, ...more } as const;
       const embedded = expect("embedded", counted(await this.#ask(asked, timeoutMs), start));
       found.vectors.push(...embedded.vectors.map(numbers));
@@ -132,10 +137,13 @@ export class Client implements AsyncDisposable {
   async rerank(
     query: string,
     documents: readonly string[],
-    { timeoutMs = 60_000, ...more }: Pick<RerankRequest, "instruction" | "document_tokens"> & { timeoutMs?: number } = {},
+    options: Pick<RerankRequest, "instruction" | "document_tokens"> & { timeoutMs?: number } = {},
   ): Promise<Ranking> {
+    const { timeoutMs = 60_000, ...more } = checked("the options of rerank", options, RERANK_OPTIONS);
+    checkKind("query", query, FIELDS.rerank.query);
+    checkKind("documents", documents, FIELDS.rerank.documents);
     const found: Ranking = { scores: [], tokens: [], model: "" };
-    for (const [start, part] of divided("documents", documents)) {
+    for (const [start, part] of divided(documents)) {
       const asked = { type: "rerank", query, documents: part, ...more } as const;
       const reranked = expect("reranked", counted(await this.#ask(asked, timeoutMs), start));
       found.scores.push(...reranked.scores);
@@ -166,37 +174,78 @@ export async function connectBy(
   open: (options: ConnectOptions) => Promise<NatsConnection>,
   given: ConnectOptions,
 ): Promise<Client> {
-  if (typeof given !== "object") throw new InvalidMessageError("connect takes an object, such as { servers: \"nats://127.0.0.1:4222\" }");
-  const { tenant, prefix, controlTimeoutMs, servers, ...options } = given;
+  const { tenant, prefix, controlTimeoutMs, servers, ...options } =
+    checked("the options of connect", given, CONNECT_OPTIONS);
   checkId("tenant", tenant ?? DEFAULT_TENANT); // before there is a connection that would have to be closed
   new Subjects(prefix);
-  const addresses = [servers ?? "127.0.0.1:4222"].flat().flatMap((server) => server.split(","));
+  const named = [servers ?? "127.0.0.1:4222"].flat();
+  named.forEach((server, number) => checkKind(`servers[${number}]`, server, "string"));
+  const addresses = named.flatMap((server) => server.split(",")).filter((server) => server.trim());
+  if (addresses.length === 0) throw new InvalidMessageError("servers names none; leave it out for 127.0.0.1:4222");
   const bare = addresses.map(withoutCredentials);
   const shown = addresses.map((server) => server.replace(/^(\w+:\/\/)?.*@/, "$1")); // hides also what is no valid address
   // NATS's client takes the scheme for no demand: it would send the credentials to a server without TLS.
   const encrypted = bare.some((server) => /^tls:/i.test(server)) ? { tls: options.tls ?? {} } : {};
   try {
-    const connection = await open({
+    const connection = await openPromptly(open, bare, {
       name: "turnkeep-client",
       maxReconnectAttempts: -1,
       reconnectTimeWait: 250,
       pingInterval: 5000, // a server that is gone without a word is left after three
+      timeout: 5000, // for one attempt; after it a full server is left for the next one, when it reconnects
       ...credentials(addresses),
       ...options,
       ...encrypted,
-      servers: bare,
     });
     return new Client(connection, { tenant, prefix, controlTimeoutMs });
   } catch (error) {
     if (has(error, "AuthorizationError")) {
       throw new NotPermittedError(`the NATS server at ${shown} refuses the credentials`, { cause: error });
     }
+    if (isHangUp(error)) throw new NoServerError(`no NATS server at ${shown}: ${FULL}`, { cause: error });
     const isOfSystem = error instanceof Error && "code" in error; // such as ENOTFOUND, and faults of TLS
     if (isOfSystem || has(error, "ConnectionError") || has(error, "TimeoutError")) {
       throw new NoServerError(`no NATS server at ${shown}: ${messageOf(error)}`, { cause: error });
     }
+    if (has(error, "InvalidArgumentError")) {
+      throw new InvalidMessageError(`the options of connect do not agree: ${messageOf(error)}`, { cause: error });
+    }
     throw error;
   }
+}
+
+/**
+ * Open a connection that reconnects, but until it is open tell at once of a server that closes it.
+ *
+ * Else NATS's package waits 20 s for the reply of a server that has hung up, since it means to reconnect. Without
+ * reconnections it leaves the other servers too: each of them must be the first one once.
+ */
+async function openPromptly(
+  open: (options: ConnectOptions) => Promise<NatsConnection>,
+  servers: string[],
+  given: ConnectOptions,
+): Promise<NatsConnection> {
+  if (given.reconnect === false || given.waitOnFirstConnect) return open({ ...given, servers });
+  const order = given.noRandomize ? servers : servers.sort(() => Math.random() - 0.5);
+  for (let number = 1; ; number += 1) {
+    try {
+      const connection = await open({ ...given, servers: order, noRandomize: true, reconnect: false });
+      const { options } = connection as unknown as { options: ConnectOptions }; // where the package looks each time
+      Object.assign(options, { reconnect: true, noRandomize: given.noRandomize ?? false });
+      return connection;
+    } catch (error) {
+      if (!isHangUp(error) || number === order.length) throw error;
+      order.push(...order.splice(0, 1));
+    }
+  }
+}
+
+const FULL = "the server closed the connection at once, as one does that has none left (max_connections)";
+
+/** Whether a server has closed the connection that it has just accepted: so it ends a read, or a write. */
+function isHangUp(error: unknown): boolean {
+  const code = error instanceof Error && "code" in error ? error.code : undefined;
+  return code === "EPIPE" || code === "ECONNRESET" || messageOf(error) === "connection disconnected";
 }
 
 /** How many sessions are read back at a time, and how many of the log's entries first; then always four times as many. */
@@ -207,8 +256,7 @@ const MOST_INPUTS = 16;
 const MOST_LENGTH = 2 ** 17;
 
 /** Divide inputs, so that neither a request nor its reply is too large; yield each part and the number of its first input. */
-function* divided<T extends Input>(name: string, inputs: readonly T[]): Generator<[number, T[]]> {
-  if (!Array.isArray(inputs)) throw new InvalidMessageError(`${name} must be an array, not ${typeof inputs}`);
+function* divided<T extends Input>(inputs: readonly T[]): Generator<[number, T[]]> {
   let start = 0;
   let length = 0;
   for (const [number, input] of inputs.entries()) {

@@ -3,6 +3,7 @@
 import { delay } from "@nats-io/nats-core";
 
 import { RequestFailedError } from "./errors.js";
+import { checked, checkKind, RETRY_OPTIONS } from "./options.js";
 
 const FIRST_PAUSE_MS = 500;
 const LAST_PAUSE_MS = 8000;
@@ -13,7 +14,9 @@ const LAST_PAUSE_MS = 8000;
  * Each call of `send` must make a request of its own, so without an `id`: under a known id the worker answers with
  * the recorded failure. Between two attempts it pauses, each time for twice as long.
  */
-export async function retry<T>(send: () => PromiseLike<T>, { attempts = 3 }: { attempts?: number } = {}): Promise<T> {
+export async function retry<T>(send: () => PromiseLike<T>, options: { attempts?: number } = {}): Promise<T> {
+  checkKind("send", send, "function");
+  const { attempts = 3 } = checked("the options of retry", options, RETRY_OPTIONS);
   for (let number = 1, pause = FIRST_PAUSE_MS; number < attempts; number += 1) {
     try {
       return await send();

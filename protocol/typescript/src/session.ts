@@ -14,6 +14,8 @@ import type {
   Append, Appended, Cancelled, Close, Closed, ControlReply, ControlRequest, Counted, CountRequest,
   Generate, InfoRequest, Open, Opened, Request, Result, Rewind, Rewound, SessionInfo,
 } from "./messages.js";
+import { FIELDS } from "./messages.js";
+import { CALL_OPTIONS, checked, checkKind, COUNT_OPTIONS, FORK_FIELDS } from "./options.js";
 import { checkId } from "./subjects.js";
 import type { SessionKey } from "./subjects.js";
 import { timerMs, unlessAborted } from "./waiting.js";
@@ -50,23 +52,24 @@ export class Session {
 
   /** Start the session explicitly. This must be its first request, or the first one after `close`. */
   open(fields: Fields<Open> = {}, options: CallOptions = {}): Promise<Opened> {
-    return this.#send("opened", { ...identified(fields), type: "open" }, options);
+    return this.#send("opened", "open", fields, options);
   }
 
   /** Add exactly one of `messages`, `text`, `tokens` and wait until it is prefilled. */
   append(fields: Fields<Append> = {}, options: CallOptions = {}): Promise<Appended> {
-    return this.#send("appended", { ...identified(fields), type: "append" }, options);
+    return this.#send("appended", "append", fields, options);
   }
 
   /** Prepare a generate, which first appends at most one of `messages`, `text`, `tokens`. */
   generate(fields: Fields<Generate> = {}, options: CallOptions = {}): Generation {
-    const call = this.#call({ ...identified(fields), type: "generate" }, options);
+    const call = this.#call("generate", fields, options);
     return new Generation(call, this.#feeds.wire, (id) => this.cancel(id));
   }
 
   /** Forget every token from `position` on. */
-  rewind(position: number, fields: Omit<Fields<Rewind>, "position"> = {}, options: CallOptions = {}): Promise<Rewound> {
-    return this.#send("rewound", { ...identified(fields), type: "rewind", position }, options);
+  async rewind(position: number, fields: Omit<Fields<Rewind>, "position"> = {}, options: CallOptions = {}): Promise<Rewound> {
+    checkKind("position", position, FIELDS.rewind.position);
+    return this.#send("rewound", "rewind", fields, options, { position });
   }
 
   /**
@@ -78,7 +81,7 @@ export class Session {
     fields: { position?: number; expect_position?: number; tags?: Open["tags"]; id?: string } = {},
     options: CallOptions = {},
   ): Promise<Session> {
-    const { tags, id, ...point } = fields;
+    const { tags, id, ...point } = checked("the fields of fork", fields, FORK_FIELDS);
     const key = { tenant: this.key.tenant, session: checkId("session", name) };
     const fork = new Session(this.#feeds, key, this.#controlTimeoutMs);
     await fork.open({ id, tags, from: { ...point, session: this.name } }, options);
@@ -86,8 +89,9 @@ export class Session {
   }
 
   /** End the session. Only `open` can use its name again. With `forget` its content is removed. */
-  close(fields: Fields<Close> = {}, options: CallOptions = {}): Promise<Closed> {
-    return this.#send("closed", { ...identified(fields), type: "close" }, options);
+  async close(fields: Fields<Close> = {}, options: CallOptions = {}): Promise<Closed> {
+    // No other default of a result is true, and a missing one would read as false.
+    return { settled: true, ...(await this.#send("closed", "close", fields, options)) };
   }
 
   /** End the session and remove its content: from the worker's disk, and soon from the log. */
@@ -111,8 +115,8 @@ export class Session {
   }
 
   /** Return the session's state, from the worker that holds it. */
-  info(fields: Omit<InfoRequest, "type"> = {}): Promise<SessionInfo> {
-    return this.#control("session", { ...fields, type: "info" });
+  async info(fields: Omit<InfoRequest, "type"> = {}): Promise<SessionInfo> {
+    return this.#control("session", { ...checked("the fields of info", fields, FIELDS.info), type: "info" });
   }
 
   /** Stop a waiting or running request of the session. */
@@ -127,10 +131,11 @@ export class Session {
    */
   async count(
     fields: Omit<CountRequest, "type"> = {},
-    { signal, timeoutMs = 60_000 }: { signal?: AbortSignal; timeoutMs?: number } = {},
+    options: { signal?: AbortSignal; timeoutMs?: number } = {},
   ): Promise<Counted> {
+    const { signal, timeoutMs = 60_000 } = checked("the options of count", options, COUNT_OPTIONS);
     signal?.throwIfAborted();
-    return unlessAborted(this.#count(fields, timeoutMs), signal);
+    return unlessAborted(this.#count(checked("the fields of count", fields, FIELDS.count), timeoutMs), signal);
   }
 
   async #count(fields: Omit<CountRequest, "type">, timeoutMs: number): Promise<Counted> {
@@ -145,13 +150,18 @@ export class Session {
     return this.#control("counted", { ...request, type: "count" });
   }
 
-  #call(request: Request, options: CallOptions): Call {
-    checkId("request id", request.id);
-    return new Call(this.#feeds, this.key, request, options);
+  /** Prepare a request of the type `kind`; `more` are the fields that are arguments of their own. */
+  #call(kind: Request["type"], fields: { id?: string }, options: CallOptions, more: object = {}): Call {
+    checked(`the fields of ${kind}`, fields, FIELDS[kind]);
+    const id = checkId("request id", fields.id ?? nuid.next());
+    const request = { ...fields, ...more, id, type: kind } as Request;
+    return new Call(this.#feeds, this.key, request, checked(`the options of ${kind}`, options, CALL_OPTIONS));
   }
 
-  async #send<T extends Result["type"]>(type: T, request: Request, options: CallOptions) {
-    return expect(type, await this.#call(request, options).wait());
+  async #send<T extends Result["type"]>(
+    type: T, kind: Request["type"], fields: { id?: string }, options: CallOptions, more: object = {},
+  ) {
+    return expect(type, await this.#call(kind, fields, options, more).wait());
   }
 
   /**
@@ -171,8 +181,4 @@ export class Session {
       if (reply !== undefined) return expect(type, decode<ControlReply>(reply));
     }
   }
-}
-
-function identified<F extends { id?: string }>(fields: F): F & { id: string } {
-  return { ...fields, id: fields.id ?? nuid.next() };
 }

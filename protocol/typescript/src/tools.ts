@@ -5,6 +5,7 @@ import { nuid } from "@nats-io/nats-core";
 import type { CallOptions } from "./calls.js";
 import { InvalidMessageError, RequestFailedError } from "./errors.js";
 import type { Called, Generate, Generated, Message } from "./messages.js";
+import { checked, checkKind, TOOL_FIELDS } from "./options.js";
 import type { Fields, Session } from "./session.js";
 import { checkId } from "./subjects.js";
 
@@ -28,10 +29,12 @@ export interface RunToolsFields extends Omit<Fields<Generate>, "text" | "tokens"
 export async function runTools(
   session: Session,
   functions: Readonly<Record<string, Tool>>,
-  { most = 8, id = nuid.next(), messages, ...first }: RunToolsFields = {},
+  fields: RunToolsFields = {},
   options: CallOptions = {},
 ): Promise<Generated> {
-  const described = Array.isArray(first.tools) ? first.tools : []; // the worker refuses what is no array
+  const { most = 8, id = nuid.next(), messages, ...first } = checked("the fields of runTools", fields, TOOL_FIELDS);
+  checkKind("functions", functions, "object");
+  const described = first.tools ?? [];
   const unknown = described.map((tool) => tool?.function?.name).filter((name) => name && !isFunction(functions, name));
   if (unknown.length > 0) throw new InvalidMessageError(`there is no function for ${unknown.join(", ")}`);
   if (most > 1) checkId("request id", `${id}-${most - 1}-results`); // before a function is called

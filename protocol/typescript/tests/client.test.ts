@@ -275,7 +275,9 @@ test("a session forks, rewinds, is counted and described, and is forgotten", asy
   await assert.rejects(session.append({ text: "x", expect_position: position }), failsWith("position_conflict", false));
   assert.deepEqual(await session.count({ text: "four" }), { type: "counted", tokens: 4, position: 7 });
   assert.equal((await fork.close()).position, 4);
-  assert.ok((await session.forget()).removed_entries);
+  const forgotten = await session.forget();
+  assert.ok(forgotten.removed_entries);
+  assert.equal(typeof forgotten.settled, "boolean");
   await assert.rejects(session.append({ text: "x" }), failsWith("unknown_session", false));
 });
 
@@ -688,6 +690,19 @@ test("a limit may be of any length, also none", async () => {
   for (const timeoutMs of [0, -1]) await assert.rejects(own.embed(["x"], { timeoutMs }), turnkeep.NoAnswerError);
 });
 
+test("a client that loses its server passes by one that has no connection left", async () => {
+  const full = process.env["FULL_URL"] ?? "";
+  await using own = await connect({ servers: [servers, full], noRandomize: true, tenant: run });
+  const began = Date.now();
+  const back = (async () => {
+    for await (const { type } of own.connection.status()) if (type === "reconnect") return;
+  })();
+  await own.connection.reconnect();
+  await back;
+  assert.ok(Date.now() - began < 15_000, "NATS's packages wait 20 s for a server that has hung up");
+  assert.equal((await own.session("passed").append({ text: "abc" })).position, 3);
+});
+
 test("who may not read the log is told so", async () => {
   const connection = new Proxy(client.connection, {
     get(real, name) {
@@ -707,7 +722,7 @@ test("what cannot be done is told by the class of its error", async () => {
   const circle: Record<string, unknown> = {};
   circle["self"] = circle;
   const refused: [object, turnkeep.CallOptions][] = [
-    [{ text: "x", tags: circle }, {}],
+    [{ text: "x", chat_template_kwargs: circle }, {}],
     [{ messages: [{ role: "user", content: [{ type: "image", data: "?" }] }] }, {}],
     [{ text: "x" }, { headers: { traceparent: "a\r\nb" } }],
     [{ text: "x" }, { headers: { "a:b": "c" } }],
@@ -720,22 +735,60 @@ test("what cannot be done is told by the class of its error", async () => {
   const any = (value: unknown) => value as never; // what JavaScript, and TypeScript's any, let pass
   const s = client.session("s");
   const mistaken: [() => unknown, RegExp][] = [
-    [() => s.generate({ messages: any("Hello.") }).result, /messages must be `array \| null`, not `str`/],
+    [() => s.generate({ messages: any("Hello.") }).result, /messages must be `array \| null`, not `string`/],
+    [() => s.generate({ max_tokens: any(null) }), /max_tokens must be `integer`, not `null`/],
+    [() => s.generate({ tool_choice: any("maybe") }), /tool_choice must be `"auto" \| "none" \| "required" \| object`/],
+    [() => s.generate({ tokens: any(Uint8Array.of(1)) }), /tokens must be `array \| null`, not `Uint8Array`/],
+    [() => s.generate(any({ maxTokens: 3 })), /the fields of generate have no maxTokens; they have messages, .*max_tokens/],
+    [() => s.generate(any(null)), /the fields of generate must be `object`, not `null`/],
+    [() => s.generate({ text: "x" }, any(null)), /the options of generate must be `object`, not `null`/],
+    [() => s.append({ text: "x", id: any(null) }), /id must be `string`, not `null`/],
+    [() => s.append({ text: "x" }, { signal: any("soon") }), /signal must be `AbortSignal`, not `string`/],
+    [() => s.append({ text: "x" }, { signal: any(null) }), /signal must be `AbortSignal`, not `null`/],
+    [() => s.append({ text: "x" }, { headers: any(new Map([["a", "b"]])) }), /headers must be `object`, not `Map`/],
+    [() => s.append({ text: "x" }, any({ timeoutMs: 5 })), /the options of append have no timeoutMs; they have signal, headers/],
+    [() => s.rewind(any("3")), /position must be `integer`, not `string`/],
+    [() => s.rewind(0, any(null)), /the fields of rewind must be `object`, not `null`/],
+    [() => s.fork("f", any(null)), /the fields of fork must be `object`, not `null`/],
+    [() => s.fork("f", { tags: any("x") }), /tags must be `array`, not `string`/],
+    [() => s.forget(any(null)), /the options of close must be `object`, not `null`/],
+    [() => s.info(any(null)), /the fields of info must be `object`, not `null`/],
+    [() => s.count({}, any(null)), /the options of count must be `object`, not `null`/],
+    [() => s.count({ text: "x" }, { timeoutMs: NaN }), /timeoutMs must be `number`, not `NaN`/],
+    [() => client.embed([], any(null)), /the options of embed must be `object`, not `null`/],
+    [() => client.rerank("x", [], { timeoutMs: any("5") }), /timeoutMs must be `number`, not `string`/],
+    [() => client.rerank(any(null), ["x"]), /query must be `string`, not `null`/],
+    [() => new turnkeep.Client(client.connection, any(null)), /the options of Client must be `object`, not `null`/],
+    [() => runTools(s, any(null), {}), /functions must be `object`, not `null`/],
+    [() => runTools(s, {}, { most: any("2") }), /most must be `integer`, not `string`/],
+    [() => runTools(s, {}, any({ text: "x" })), /the fields of runTools have no text/],
+    [() => retry(any(null)), /send must be `function`, not `null`/],
+    [() => retry(async () => 1, any(null)), /the options of retry must be `object`, not `null`/],
+    [() => connect(any(null)), /the options of connect must be `object`, not `null`/],
+    [() => connect({ servers: any(null) }), /servers must be `string \| array`, not `null`/],
+    [() => connect({ servers, controlTimeoutMs: any("5") }), /controlTimeoutMs must be `number`, not `string`/],
+    [() => connect({ servers: any([5]) }), /servers\[0\] must be `string`, not `number`/],
+    [() => connect({ servers: "" }), /servers names none; leave it out/],
+    [() => connect({ servers, token: any(5) }), /token must be `string`, not `number`/],
+    [() => connect({ servers, tls: any(true) }), /tls must be `object \| null`, not `boolean`/],
+    [() => connect(any({ servers, tennant: "x" })), /the options of connect have no tennant; they have tenant, prefix/],
+    [() => connect({ servers, port: 4222 }), /the options of connect do not agree: 'servers','port' are mutually exclusive/],
     [() => s.append({ messages: any(["Hello."]) }), /messages\[0\] must be `object`, not `str`/],
     [() => s.count({ messages: any([null]) }), /messages\[0\] must be `object`, not `null`/],
     [() => s.append({ messages: [{ role: "user", content: any([null]) }] }), /content\[0\] must be `object`/],
-    [() => s.append({ text: "x", priority: any(5n) }), /cannot be written as JSON: .*BigInt/],
+    [() => s.append({ text: "x", priority: any(5n) }), /priority must be `integer`, not `bigint`/],
+    [() => s.append({ text: "x", chat_template_kwargs: { a: 5n } }), /cannot be written as JSON: .*BigInt/],
     [() => s.append(), /exactly one of messages, text, tokens/],
-    [() => s.append({ text: "x", id: any(7) }), /request id 7 is not valid/],
+    [() => s.append({ text: "x", id: any(7) }), /id must be `string`, not `number`/],
     [() => s.cancel(any(undefined)), /request id undefined is not valid/],
     [() => client.session(any(undefined)), /session undefined is not valid/],
-    [() => client.embed(any("one text")), /inputs must be an array, not string/],
+    [() => client.embed(any("one text")), /inputs must be `array`, not `string`/],
     [() => client.embed(any([null])), /inputs\[0\] must be `str \| array`, not `null`/],
-    [() => client.rerank("x", any(undefined)), /documents must be an array, not undefined/],
-    [() => runTools(s, {}, { tools: any("x"), messages: [] }), /tools must be `array \| null`, not `str`/],
+    [() => client.rerank("x", any(undefined)), /documents must be `array`, not `undefined`/],
+    [() => runTools(s, {}, { tools: any("x"), messages: [] }), /tools must be `array \| null`, not `string`/],
     [() => turnkeep.image(any(new ArrayBuffer(4))), /an image must be the bytes of its file, as a Uint8Array/],
-    [() => connect(any(servers)), /connect takes an object/],
-    [() => connect({ servers, prefix: any(7) }), /prefix 7 is not valid/],
+    [() => connect(any(servers)), /the options of connect must be `object`, not `string`/],
+    [() => connect({ servers, prefix: any(7) }), /prefix must be `string`, not `number`/],
   ];
   for (const [call, message] of mistaken) {
     const told = (error: unknown) => error instanceof turnkeep.TurnkeepError && message.test(error.message);
@@ -757,6 +810,12 @@ test("what cannot be done is told by the class of its error", async () => {
   const hidden = (error: unknown) => error instanceof turnkeep.NoServerError && !error.message.includes("secret");
   await assert.rejects(connect({ servers: "nats://us/er:secret@127.0.0.1:9" }), hidden);
   await assert.rejects(connect({ servers: "127.0.0.1:9" }), turnkeep.NoServerError);
+  const full = process.env["FULL_URL"] ?? "";
+  const tried = Date.now();
+  await assert.rejects(connect({ servers: full }), (error) =>
+    error instanceof turnkeep.NoServerError && error.message.endsWith("none left (max_connections)"));
+  for (let number = 0; number < 8; number += 1) await (await connect({ servers: [full, servers] })).close();
+  assert.ok(Date.now() - tried < 10_000, "NATS's packages wait 20 s for a server that has hung up");
   const unencrypted = servers.replace("nats:", "tls:");
   await assert.rejects(connect({ servers: unencrypted }), turnkeep.NoServerError);
   await assert.rejects(connect({ servers, prefix: "a b" }), turnkeep.InvalidMessageError);
