@@ -9,7 +9,6 @@ import os
 import plistlib
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -303,20 +302,13 @@ def _are_same(path: Path, folder: Path) -> bool:
 
 def _check_free(settings: Settings, gateway: int | None) -> None:
     """Raise `TurnkeepError` if another program holds the data directory or a port that the service needs."""
-    from worker.wire.broker import HOST, EmbeddedServer
+    from worker.wire.broker import EmbeddedServer, check_port
 
     with DataDir.open(settings.data_dir, settings.worker) as directory:  # raises if a worker has it
         if settings.nats is None:
             EmbeddedServer(directory, settings).check()
     if gateway is not None:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, gateway))
-            except OSError as error:
-                raise ServiceError(
-                    f"port {gateway} of {HOST} is refused ({error.strerror}); choose another with --gateway"
-                ) from None
+        check_port(gateway, "choose another with --gateway")
 
 
 @service.command()

@@ -288,9 +288,8 @@ def test_service_install_without_systemd_or_a_settings_file_fails_in_one_line_an
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert f"port {port} of 127.0.0.1 is refused" in refused(
-            "--config", str(config), "--gateway", str(port)
-        )
+        taken = refused("--config", str(config), "--gateway", str(port))
+        assert f"port {port} of 127.0.0.1 is taken by another program; choose another with --gateway" in taken
         config.write_text(f"data_dir = 'data'\nnats_port = {port}\n")
         assert f"port {port} of 127.0.0.1 is taken" in refused("--config", str(config))
 
