@@ -24,14 +24,14 @@ from ops import units
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import shown
 from worker.process.datadir import DataDir, holder_pid, owner
-from worker.process.setting_sources import CONFIG_NAME, load
+from worker.process.setting_sources import CONFIG_NAME, load, load_models
 
 from .flags import as_json
 from .nats_connection import talk, url_of
 from .printing import table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
@@ -252,9 +252,11 @@ def install(config: Path | None, gateway: int | None, only_print: bool, is_daemo
         click.echo(content.decode(), nl=False)
         return
     system.check()
-    settings = load({}, {}, config if config.exists() else None, config.parent)
+    there = config if config.exists() else None
+    settings, models = load({}, {}, there, config.parent), load_models({}, {}, there, config.parent)
     if _ON_MAC:
-        _check_places(Path(command[0]), Path(__file__), config, settings.data_dir)
+        files = _model_files(models.values() or (settings,))
+        _check_places(Path(command[0]), Path(__file__), config, settings.data_dir, *files)
         if is_daemon and (agent := _Launchd(is_daemon=False)).file.exists():
             raise ServiceError(f"{agent.file} is installed; remove it by `turnkeep service uninstall` first")
     if not (system.file.exists() and owner(settings.data_dir)):  # it may be this service that runs
@@ -282,6 +284,18 @@ def _program() -> list[str]:
     """Return the command that runs this installation, with absolute paths."""
     called = Path(sys.argv[0]).absolute()
     return [str(called)] if called.name == _PROGRAM else [sys.executable, "-P", "-m", "commands"]
+
+
+def _model_files(served: Iterable[Settings]) -> Iterator[Path]:
+    """Yield the file or folder of each model that these settings name, if it is on this machine."""
+    from worker.models import catalog
+
+    for one in served:
+        for name in filter(None, (one.model, one.draft_model)):
+            path = catalog.expanded(name)
+            found = path if path.exists() else catalog.find(name, one.data_dir)
+            if found is not None:
+                yield found
 
 
 def _check_places(*paths: Path) -> None:
