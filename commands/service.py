@@ -9,7 +9,6 @@ import os
 import plistlib
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,14 +24,14 @@ from ops import units
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import shown
 from worker.process.datadir import DataDir, holder_pid, owner
-from worker.process.setting_sources import CONFIG_NAME, load
+from worker.process.setting_sources import CONFIG_NAME, load, load_models
 
 from .flags import as_json
 from .nats_connection import talk, url_of
 from .printing import table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
@@ -253,9 +252,11 @@ def install(config: Path | None, gateway: int | None, only_print: bool, is_daemo
         click.echo(content.decode(), nl=False)
         return
     system.check()
-    settings = load({}, {}, config if config.exists() else None, config.parent)
+    there = config if config.exists() else None
+    settings, models = load({}, {}, there, config.parent), load_models({}, {}, there, config.parent)
     if _ON_MAC:
-        _check_places(Path(command[0]), Path(__file__), config, settings.data_dir)
+        files = _model_files(models.values() or (settings,))
+        _check_places(Path(command[0]), Path(__file__), config, settings.data_dir, *files)
         if is_daemon and (agent := _Launchd(is_daemon=False)).file.exists():
             raise ServiceError(f"{agent.file} is installed; remove it by `turnkeep service uninstall` first")
     if not (system.file.exists() and owner(settings.data_dir)):  # it may be this service that runs
@@ -285,6 +286,18 @@ def _program() -> list[str]:
     return [str(called)] if called.name == _PROGRAM else [sys.executable, "-P", "-m", "commands"]
 
 
+def _model_files(served: Iterable[Settings]) -> Iterator[Path]:
+    """Yield the file or folder of each model that these settings name, if it is on this machine."""
+    from worker.models import catalog
+
+    for one in served:
+        for name in filter(None, (one.model, one.draft_model)):
+            path = catalog.expanded(name)
+            found = path if path.exists() else catalog.find(name, one.data_dir)
+            if found is not None:
+                yield found
+
+
 def _check_places(*paths: Path) -> None:
     """Raise `ServiceError` if macOS would ask a person before the service may use one of the paths."""
     for path in map(Path.resolve, paths):
@@ -303,20 +316,13 @@ def _are_same(path: Path, folder: Path) -> bool:
 
 def _check_free(settings: Settings, gateway: int | None) -> None:
     """Raise `TurnkeepError` if another program holds the data directory or a port that the service needs."""
-    from worker.wire.broker import HOST, EmbeddedServer
+    from worker.wire.broker import EmbeddedServer, check_port
 
     with DataDir.open(settings.data_dir, settings.worker) as directory:  # raises if a worker has it
         if settings.nats is None:
             EmbeddedServer(directory, settings).check()
     if gateway is not None:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((HOST, gateway))
-            except OSError as error:
-                raise ServiceError(
-                    f"port {gateway} of {HOST} is refused ({error.strerror}); choose another with --gateway"
-                ) from None
+        check_port(gateway, "choose another with --gateway")
 
 
 @service.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -32,6 +33,7 @@ def listening(host: str, port: int) -> socket.socket:
     """Return a socket that listens on the address, with TCP_NODELAY. Raises `TurnkeepError`."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        _check_alone(family, address[:2])
         listener = socket.create_server(address[:2], family=family, backlog=512)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
@@ -39,6 +41,17 @@ def listening(host: str, port: int) -> socket.socket:
     # asyncio sets it only for sockets that name their protocol. Without it a token can wait 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def _check_alone(family: int, address: tuple[Any, ...]) -> None:
+    """On macOS, raise `OSError` if a program listens on this port of all addresses.
+
+    The system would let this server listen beside it, and take its connections.
+    """
+    if sys.platform == "darwin":
+        with socket.socket(family) as probe:
+            if not probe.connect_ex(address):
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def url_of(listener: socket.socket) -> str:

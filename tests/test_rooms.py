@@ -416,6 +416,16 @@ def test_each_test_file_that_needs_linux_checks_that_it_runs_on_linux() -> None:
     assert [name for name in using if '"linux"' not in texts[name]] == []
 
 
+def test_the_first_commands_for_a_newcomer_and_those_that_close_sessions_have_no_comments() -> None:
+    """An interactive zsh, as on a Mac, takes them for arguments: the names of more sessions, say."""
+    firsts = [ROOT / page for page in ("README.md", "docs/tutorial.md", "docs/deploying.md")]
+    for page in (*firsts, *(ROOT / "docs").glob("*.md")):
+        lines = "".join(re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)).splitlines()
+        assert lines or page not in firsts
+        bare = [line for line in lines if page in firsts or line.startswith("turnkeep close")]
+        assert [line for line in bare if re.search(r"(^|\s)#", line)] == []
+
+
 def test_the_client_package_imports_only_the_standard_library_msgspec_nats_and_yaml():
     """So that it can be installed without MLX."""
     import sys

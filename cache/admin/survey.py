@@ -165,7 +165,8 @@ def verify(
 
 
 def _proved(directory: Path, progress: Callable[[int, int], None], codec: Codec) -> Survey:
-    files = sorted(path for path in (directory / "snapshots").iterdir())
+    # macOS's Finder leaves files such as .DS_Store in the folders that it shows.
+    files = sorted(path for path in (directory / "snapshots").iterdir() if not path.name.startswith("."))
     survey = Survey(num_files=len(files))
     sizes = {path: _size(path) for path in files}
     done, total = 0, sum(sizes.values())

@@ -94,6 +94,13 @@ async def test_cache_commands_that_change_no_file_succeed_beside_a_running_worke
     assert await num_restored(store, TOKENS) == 10
 
 
+async def test_cache_verify_passes_over_the_file_that_macos_leaves_in_a_folder_shown_to_a_user(
+    filled, turnkeep
+) -> None:
+    (filled / "snapshots" / ".DS_Store").write_text("icons")
+    assert "5 files, 0 doubtful" in turnkeep("verify").stdout
+
+
 async def test_cache_ls_lists_the_files_even_if_the_index_is_missing_or_damaged(filled, turnkeep) -> None:
     def listed():
         chains = json.loads(turnkeep("ls", "--json").stdout)["chains"]

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import structlog
+from click.testing import CliRunner
 from command_runs import environment
 
 from commands import service
@@ -250,6 +251,30 @@ def test_service_install_on_macos_refuses_folders_that_macos_closes_to_backgroun
     assert f"macOS keeps services out of {documents.parent}; move {documents}" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "models",
+    ["model = '~/Downloads/x'", "model = 'linked'", "[models.small]\nmodel = 'tiny'\ndraft_model = 'linked'"],
+)
+def test_service_install_on_macos_refuses_a_model_in_a_folder_that_macos_closes_to_background_services(
+    stub: Callable[..., Path], config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: str
+) -> None:
+    """A browser has put it there; the data directory may link to it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{stub('launchctl', LAUNCHCTL).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    monkeypatch.setattr(service, "_ON_MAC", True)
+    monkeypatch.setattr(service, "_DAEMONS", tmp_path)
+    downloaded, links = tmp_path / "Downloads" / "x", config.parent / "data" / "models"
+    downloaded.mkdir(parents=True)
+    links.mkdir(parents=True)
+    (links / "linked").symlink_to(downloaded)
+    config.write_text(f"{config.read_text()}{models}\n")
+    done = CliRunner().invoke(service.install, ["--config", str(config)])
+    assert str(done.exception) == (
+        f"macOS keeps services out of {downloaded.parent}; move {downloaded} to another folder"
+    )
+
+
 def test_service_install_on_macos_refuses_a_protected_folder_whatever_its_capitalisation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,9 +313,8 @@ def test_service_install_without_systemd_or_a_settings_file_fails_in_one_line_an
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert f"port {port} of 127.0.0.1 is refused" in refused(
-            "--config", str(config), "--gateway", str(port)
-        )
+        taken = refused("--config", str(config), "--gateway", str(port))
+        assert f"port {port} of 127.0.0.1 is taken by another program; choose another with --gateway" in taken
         config.write_text(f"data_dir = 'data'\nnats_port = {port}\n")
         assert f"port {port} of 127.0.0.1 is taken" in refused("--config", str(config))
 

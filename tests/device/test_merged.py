@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from array import array
 from typing import Any
@@ -62,6 +63,23 @@ class Broken:
 
     def __getitem__(self, index: int) -> Any:
         raise MemoryError(index)
+
+
+def test_the_graph_behind_a_merged_caches_offset_stays_small_in_a_long_answer(build_model) -> None:
+    """Attention without rotary positions never reads it, so each step adds five edges and a buffer."""
+    model = build_model("granitemoehybrid", position_embedding_type="nope")
+    batch = batched(model, where=NO_RINGS)
+    pieces = [begin(model, prompt(n, salt=n)) for n in (10, 5)]
+    for step in range(300):
+        batch.step([] if step else pieces)
+    edges = []
+    for cache in batch._keeping._caches:
+        if isinstance(cache, BatchKVCache):
+            graph = io.StringIO()
+            mx.export_to_dot(graph, cache.offset)
+            edges.append(graph.getvalue().count("->"))
+    assert len(edges) == 1
+    assert edges[0] <= 5 * BatchKVCache.step
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,9 @@ import nats.errors
 import psutil
 import pytest
 
+from ops.http_server import listening
 from tests.parts import until
+from turnkeep_client.errors import TurnkeepError
 from worker.process.datadir import DataDir
 from worker.wire import broker
 from worker.wire.broker import check_port
@@ -286,3 +288,17 @@ async def test_a_nats_stream_on_a_full_disk_accepts_messages_again_once_the_disk
         assert await stored(url_of(server)) == kept
         await store(url_of(server), b"2")
         await until(lambda: server.problem is None)
+
+
+def test_on_macos_ports_where_a_program_listens_on_all_addresses_count_as_taken(monkeypatch) -> None:
+    """There a socket with SO_REUSEADDR may listen on 127.0.0.1 beside it, and takes its connections."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(socket.socket, "bind", lambda *_: None)
+        with pytest.raises(BrokerError, match=f"^port {port} of 127.0.0.1 is taken by another program"):
+            check_port(port)
+        with pytest.raises(TurnkeepError, match=f"cannot listen on 127.0.0.1:{port} .Address already in use"):
+            listening("127.0.0.1", port)
+    check_port(port)
+    listening("127.0.0.1", port).close()

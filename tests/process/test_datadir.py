@@ -108,7 +108,7 @@ def test_opening_a_data_directory_fails_with_an_error_that_names_a_file_in_its_p
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_opening_an_unwritable_data_directory_fails_with_an_error_that_says_not_writable(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(DataDirError, match="not writable for this user"):
+    with pytest.raises(DataDirError, match="not writable for this user; mount its disk"):
         DataDir.open(tmp_path / "new")
     with pytest.raises(DataDirError, match="not writable for this user"):
         DataDir.open(tmp_path)

@@ -201,6 +201,10 @@ class MergedRows(CommonKv):
             raise AssertionError("a window has room for one step that is not committed")
         self._mark = [_fields(leaf) for leaf in _leaves(self._caches)]
         numbers = [row.num_cached + num_ahead for row in every]
+        if numbers[0] % _GROWTH == 0:
+            # Nothing reads the `offset` of a layer without rotary positions: each step adds to its graph, and
+            # a small buffer, of which Metal allows 499,000 in all.
+            mx.async_eval(self._mark)  # type: ignore[no-untyped-call]
         return [(MergedPart(self._caches, numbers, [row.shift for row in every]), every)]
 
     def caches(self, row: Row) -> list[Any]:

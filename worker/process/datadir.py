@@ -34,7 +34,9 @@ _ENDING_S: Final = 10.0
 _LOOK_S: Final = 0.01
 
 _ADVICE: Final = {
-    errno.EACCES: "it is not writable for this user; change its owner, or choose another with --data-dir",
+    # On macOS also if a disk's folder below /Volumes is to be made.
+    errno.EACCES: "it is not writable for this user; mount its disk, change its owner, or choose another with"
+    " --data-dir",
     errno.EPERM: "it is not writable for this user; change its owner, or choose another with --data-dir",
     errno.EROFS: "its file system is read-only; choose another with --data-dir",
     errno.ENOSPC: "the disk is full; free some space, or choose another with --data-dir",

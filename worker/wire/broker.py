@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -104,19 +105,32 @@ def check_port(port: int, mend: str | None = None, host: str = HOST) -> None:
 
     The message ends with `mend`, which says what to do.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+    try:
+        _try_port(port, host)
+    except OSError as error:
+        reason = f"is refused: {error.strerror}"
+        helps = (
+            "choose another with --nats-port, or,"
+            f" if a NATS server listens there, use it with --nats nats://{HOST}:{port}"
+        )
+        if error.errno == errno.EADDRINUSE:
+            reason = "is taken by another program"
+        raise BrokerError(f"port {port} of {host} {reason}; {mend or helps}") from None
+
+
+def _try_port(port: int, host: str) -> None:
+    """Raise `OSError` if no server can listen there, or, on macOS, if one listens on all addresses.
+
+    Beside that one, macOS lets another with SO_REUSEADDR listen on 127.0.0.1, and take its connections.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go does: TIME_WAIT is no obstacle
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = f"is refused: {error.strerror}"
-            helps = (
-                "choose another with --nats-port, or,"
-                f" if a NATS server listens there, use it with --nats nats://{HOST}:{port}"
-            )
-            if error.errno == errno.EADDRINUSE:
-                reason = "is taken by another program"
-            raise BrokerError(f"port {port} of {host} {reason}; {mend or helps}") from None
+        probe.bind((host, port))
+    if sys.platform == "darwin":
+        with socket.socket(family) as probe:
+            if not probe.connect_ex((host, port)):
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def wait_for_port(port: int, mend: str) -> None:
