@@ -73,7 +73,8 @@ class ModelProcess:
     def let_go(self) -> None:
         """Ask for the model to be unloaded; whoever wants it from now on wakes it again."""
         self.leave.set()
-        self.wanted = Event()
+        if self.wanted.is_set():  # else somebody waits for this very event
+            self.wanted = Event()
 
     @property
     def is_loaded(self) -> bool:

@@ -327,9 +327,11 @@ class Supervisor:
             # As the model's worker does: closed sessions must leave the log, and forgotten ones soon.
             async with background(model.retention.run):
                 await model.wanted.wait()
-            model.leave = Event()
-            async with self._memory.reserve(model):
-                is_left = await self._run_until_left(model)
+            is_left = True
+            if model.wanted.is_set():  # else it was asked to leave since
+                model.leave = Event()
+                async with self._memory.reserve(model):
+                    is_left = await self._run_until_left(model)
             if is_left and await model.activator.has_work():
                 model.wake()
 

@@ -24,6 +24,7 @@ from turnkeep_client.messages import (
     Failed,
     InfoRequest,
     LoadRequest,
+    UnloadRequest,
     decode_control_reply,
     decode_serving,
     encode,
@@ -533,6 +534,37 @@ async def test_requests_to_a_newly_selected_model_that_cannot_be_loaded_get_an_e
     back = await nc.request(subjects.serve, encode(LoadRequest(model="sound")), timeout=60)
     assert "restarts with sound" in decode_serving(back.data).said  # type: ignore[union-attr]
     await until(lambda: alone._models[0].is_loaded)
+
+
+async def test_a_model_that_is_asked_twice_to_be_unloaded_is_loaded_by_its_next_request(
+    served: tuple[Supervisor, nats.NATS],
+) -> None:
+    alone, nc = served
+    (model,), subjects = alone._models, Subjects("stub")
+    for _ in range(2):
+        unloaded = await nc.request(subjects.serve, encode(UnloadRequest()), timeout=20)
+        assert "is unloaded" in decode_serving(unloaded.data).said  # type: ignore[union-attr]
+        await until(lambda: model.process is None)
+        await asyncio.sleep(0.2)
+    loaded = await nc.request(subjects.serve, encode(LoadRequest()), timeout=20)
+    assert "is loaded" in decode_serving(loaded.data).said  # type: ignore[union-attr]
+    async with asyncio.timeout(20):
+        await until(lambda: model.is_loaded)
+
+
+async def test_a_request_to_unload_a_model_counts_even_if_it_comes_right_after_one_to_load_it(
+    served: tuple[Supervisor, nats.NATS],
+) -> None:
+    alone, nc = served
+    (model,), subjects = alone._models, Subjects("stub")
+    await nc.request(subjects.serve, encode(UnloadRequest()), timeout=20)
+    await until(lambda: model.process is None)
+    await asyncio.sleep(0.2)
+    model.wake()
+    await asyncio.sleep(0)
+    model.let_go()
+    await asyncio.sleep(1.0)
+    assert not model.is_loaded
 
 
 async def test_serve_retries_while_the_system_cannot_start_a_process(
