@@ -36,6 +36,7 @@ from worker.process.formatting import size, span
 from worker.process.setting_kinds import parse_duration, parse_size
 
 from .flags import as_json, check_target, force_option, with_settings
+from .interrupts import importing
 from .printing import table
 from .remains import remains
 
@@ -283,7 +284,8 @@ def _print_verified(found: Survey, recomputed: Recomputation | None, *, as_json:
 def _recomputed(place: Path, settings: Settings) -> Recomputation:
     """Compute the stored KV again with the settings' model. Raises `TurnkeepError`."""
     preload()
-    from worker.recomputation import recompute  # imports MLX
+    with importing():
+        from worker.recomputation import recompute  # imports MLX
 
     blocks = StoredBlocks(place, cache_codec(settings))
     with terminal_progress(of_bytes=False) as show:

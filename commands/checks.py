@@ -28,6 +28,7 @@ from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, se
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.credentials import nats_options, over_tls
 
+from .interrupts import importing
 from .ports import Beside, ports_of
 from .printing import table
 
@@ -151,7 +152,8 @@ def _blas() -> Diagnosis:
 
 
 def _memory(models: Iterable[Settings]) -> Diagnosis:
-    from worker.device.machine import check_memory
+    with importing():
+        from worker.device.machine import check_memory  # imports MLX
 
     try:
         there = max(map(check_memory, models))

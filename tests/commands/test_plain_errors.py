@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_runs import environment
+from command_runs import environment, turnkeep
 
 from commands.cache import CacheCommandError, in_one_line
 from commands.cli import _COMMANDS
@@ -83,6 +83,23 @@ def test_ctrl_c_while_a_command_imports_its_modules_prints_no_traceback() -> Non
             said += process.stderr.read()
     assert process.returncode in {-signal.SIGINT, 130}, said[-2000:]
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("command", [("cache", "ls"), ("export", "s", "file")], ids=lambda words: words[0])
+def test_ctrl_c_while_a_command_imports_numpy_ends_it_like_ctrl_c_elsewhere(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    """An interrupted numpy raises an ImportError, whose message is about its installation."""
+    (tmp_path / "numpy.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(1)\n"
+        "except KeyboardInterrupt:\n"
+        "    raise ImportError('numpy is not installed well')\n"
+    )
+    done = turnkeep(*command, "--data-dir", tmp_path, fresh=True, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_each_command_that_a_message_of_the_program_names_exists() -> None:
