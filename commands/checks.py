@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Final, Literal
 from rich.text import Text
 
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.subjects import Subjects
+from worker.cluster.liveness import Members
+from worker.model_process import place_of
 from worker.models import hub
 from worker.process.datadir import DataDir, DataDirError, DataDirInUseError
 from worker.process.formatting import size
@@ -34,6 +37,9 @@ from .printing import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from nats.aio.client import Client
 
     from worker.models.catalog import ModelEntry
     from worker.process.settings import Settings
@@ -77,7 +83,7 @@ def checks(
     runs = found[1].state == "ok"
     found += [_memory(models.values() or (settings,))] if runs else []
     found += _disk(settings, starts=beside is not None)
-    found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
+    found += asyncio.run(_remote_nats(settings, models)) if settings.nats else _own_nats(settings)
     found += _other_ports(settings, beside or Beside())
     if not models:
         return [*found, *_models(settings, runs=runs)]
@@ -186,7 +192,7 @@ def _disk(settings: Settings, *, starts: bool = False) -> list[Diagnosis]:
     return [directory, Diagnosis("disk", state, found, missing, mend)]
 
 
-async def _remote_nats(settings: Settings) -> Diagnosis:
+async def _remote_nats(settings: Settings, models: Mapping[str, Settings]) -> list[Diagnosis]:
     try:
         client = await connect(
             over_tls(settings, str(settings.nats)),
@@ -195,13 +201,30 @@ async def _remote_nats(settings: Settings) -> Diagnosis:
             **nats_options(settings),
         )
     except (BrokerError, SettingsError) as error:
-        return _failure("NATS", "", error)
+        return [_failure("NATS", "", error)]
     version = server_version(client)
+    places = [(one.prefix, *place_of(one, name)) for name, one in models.items()]
+    taken = await _taken(client, places or [(settings.prefix, settings.data_dir, settings.worker)])
     await client.close()
     if fault := loses_entries(version):
         what, _, mend = fault.partition(": install ")
-        return Diagnosis("NATS", "warn", f"nats-server {version}", what, f"install {mend}")
-    return Diagnosis("NATS", "ok", f"nats-server {version} answers, JetStream is enabled")
+        return [Diagnosis("NATS", "warn", f"nats-server {version}", what, f"install {mend}"), *taken]
+    return [Diagnosis("NATS", "ok", f"nats-server {version} answers, JetStream is enabled"), *taken]
+
+
+async def _taken(client: Client, places: Iterable[tuple[str, Path, str]]) -> list[Diagnosis]:
+    """Return a failed check for each worker whose name another one has; each is a prefix, a path and a name."""
+    found = []
+    for prefix, path, worker in places:
+        directory = ""
+        with contextlib.suppress(OSError, LookupError):  # there is no data directory yet
+            directory = DataDir.of_parent(path).name
+        members = Members(client, Subjects(prefix), worker=worker, directory=directory, lost=lambda _: None)
+        try:
+            await members.check_name()
+        except BrokerError as error:
+            found.append(_failure("worker name", "", error))
+    return found
 
 
 def _own_nats(settings: Settings) -> list[Diagnosis]:

@@ -14,9 +14,12 @@ from turnkeep_client.messages import Metrics
 
 from .metrics_collector import unloaded_metrics
 from .process.constants import CONSTANTS
+from .process.settings import word
 from .reports import Needs, Refusal, State
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from anyio.abc import Process
 
     from .process.datadir import DataDir
@@ -35,6 +38,11 @@ class SupervisorError(TurnkeepError):
 
 #: The needs of a model that was not measured, and has not served yet.
 UNKNOWN: Final = Needs("", "", 0, {}, False, False, (), 0, 0.0)
+
+
+def place_of(settings: Settings, model: str) -> tuple[Path, str]:
+    """Return the data directory and the name of the worker of one of several models."""
+    return settings.data_dir / "workers" / settings.prefix, f"{settings.worker}-{word(model)}"[:64]
 
 
 class ModelProcess:

@@ -22,7 +22,7 @@ from anyio import Event, current_time, move_on_after, sleep
 
 from turnkeep_client.messages import UnloadRequest
 from turnkeep_client.subjects import Subjects
-from worker.model_process import UNKNOWN, ModelProcess, SupervisorError
+from worker.model_process import UNKNOWN, ModelProcess, SupervisorError, place_of
 from worker.wire.broker import EmbeddedServer
 from worker.wire.connection import connect
 from worker.wire.credentials import over_tls, worker_options
@@ -34,7 +34,7 @@ from .process.concurrency import background, shielded, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 from .process.formatting import size
-from .process.settings import RELOADED, SettingsError, changed_names, word
+from .process.settings import RELOADED, SettingsError, changed_names
 from .reports import Needs, Order, Refusal, ReportLine, State
 from .standby import Standby, reports, send_order
 from .wire.activator import Activator
@@ -203,8 +203,7 @@ class Supervisor:
             model.directory = directory
         else:
             needs = model.needs or UNKNOWN
-            path = self._settings.data_dir / "workers" / settings.prefix
-            name = f"{settings.worker}-{word(model.name)}"[:64]
+            path, name = place_of(settings, model.name)
             model.directory = stack.enter_context(DataDir.open(path, name))
             settings = replace(
                 settings,

@@ -9,6 +9,7 @@ import shutil
 import socket
 from pathlib import Path
 
+import nats
 import pytest
 from nats.aio.client import Client, ServerVersion
 
@@ -17,6 +18,8 @@ from commands.checks import Diagnosis, checks, exit_code
 from commands.ports import Beside
 from tests.commands.command_runs import turnkeep
 from tests.model.tiny_gguf import TinyLlama
+from turnkeep_client.subjects import Subjects
+from worker.cluster.liveness import Members
 from worker.process.datadir import DataDir
 from worker.process.setting_kinds import Endpoint
 
@@ -124,6 +127,32 @@ async def test_the_command_doctor_fails_for_a_too_old_nats_server_with_the_same_
     assert found.missing.startswith(f"nats-server 2.10.25 at {url} is too old")
     monkeypatch.setattr(Client, "connected_server_version", ServerVersion("2.11.0"))
     assert (await examine(dataclasses.replace(small, nats=url)))["NATS"].state == "warn"
+
+
+async def test_the_command_doctor_fails_if_a_worker_of_another_data_directory_has_the_name_on_a_remote_server(
+    foreign_server, small, tmp_path
+):
+    url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)
+    client = await nats.connect(url)
+    subjects = Subjects(small.prefix)
+    elsewhere = Members(client, subjects, worker="test", directory="elsewhere", lost=print)
+    await elsewhere.join()
+    keeping = asyncio.create_task(elsewhere.keep())
+    remote = dataclasses.replace(small, nats=url, worker="test")
+    found = (await examine(remote))["worker name"]
+    assert found.state == "fail"
+    assert found.missing.startswith("worker 'test' (pid ")
+    assert "under the same name" in found.missing
+    assert found.mend == "stop it, or choose another --worker name"
+    assert "worker name" not in await examine(dataclasses.replace(remote, worker="other"))
+    keeping.cancel()
+    with DataDir.open(small.data_dir, "test") as directory:
+        own = Members(client, subjects, worker="own", directory=directory.name, lost=print)
+        await own.join()
+        keeping = asyncio.create_task(own.keep())
+        assert "worker name" not in await examine(dataclasses.replace(remote, worker="own"))
+        keeping.cancel()
+    await client.close()
 
 
 async def test_the_command_doctor_warns_of_a_nats_server_version_that_can_lose_entries(
