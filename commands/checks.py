@@ -26,6 +26,7 @@ from worker.models import hub
 from worker.process.datadir import DataDir, DataDirError, DataDirInUseError
 from worker.process.formatting import size
 from worker.process.installed import as_installed
+from worker.process.limits import with_running_limits
 from worker.process.settings import SettingsError
 from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, server_name
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version
@@ -178,6 +179,7 @@ def _disk(settings: Settings, *, starts: bool = False) -> list[Diagnosis]:
             return [_failure("data directory", "", error)]
         found = _split(error)[0]
     directory = Diagnosis("data directory", "ok", found)
+    settings, runs = with_running_limits(settings, path)
     free = shutil.disk_usage(path).free
     wanted, what = settings.log_max_bytes, "the log"
     if settings.snapshots != "off":
@@ -186,7 +188,7 @@ def _disk(settings: Settings, *, starts: bool = False) -> list[Diagnosis]:
     found = f"{size(free)} free"
     if free >= wanted:
         return [directory, Diagnosis("disk", "ok", found)]
-    missing = f"up to {size(wanted)}, for {what}"
+    missing = f"up to {size(wanted)}, for {what}" + (f", by the limits of {runs}" if runs else "")
     mend = "free some space, or lower --max-disk and --log-max-bytes"
     state: State = "warn" if free >= _MIN_FREE_BYTES else "fail"
     return [directory, Diagnosis("disk", state, found, missing, mend)]
@@ -213,7 +215,7 @@ async def _remote_nats(settings: Settings, models: Mapping[str, Settings]) -> li
 
 
 async def _taken(client: Client, places: Iterable[tuple[str, Path, str]]) -> list[Diagnosis]:
-    """Return a failed check for each worker whose name another one has; each is a prefix, a path and a name."""
+    """Return a failed check for each worker (prefix, data directory, name) whose name another one has."""
     found = []
     for prefix, path, worker in places:
         directory = ""

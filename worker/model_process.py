@@ -51,7 +51,7 @@ class ModelProcess:
     activator: Activator
     #: Removes from the log what need not stay, while no worker runs.
     retention: Retention
-    directory: DataDir
+    directory: DataDir | None = None
     size_bytes = 0
 
     def __init__(self, name: str | None, settings: Settings) -> None:

@@ -34,6 +34,7 @@ from .process.concurrency import background, shielded, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 from .process.formatting import size
+from .process.limits import limits_of
 from .process.settings import RELOADED, SettingsError, changed_names
 from .reports import Needs, Order, Refusal, ReportLine, State
 from .standby import Standby, reports, send_order
@@ -123,6 +124,8 @@ class Supervisor:
             if lasting := changed_names(model.given, told) - RELOADED:
                 log.warning("these settings need a restart", **model.log_fields, settings=sorted(lasting))
             model.settings = replace(model.settings, **{name: getattr(told, name) for name in RELOADED})
+            if model.directory is not None:
+                model.directory.note_limits(limits_of(model.settings))
             if model.process is not None:
                 await send_order(model.process, model.settings)
 
@@ -141,7 +144,7 @@ class Supervisor:
             if settings.health is not None:  # first, as loading or downloading models may take long
                 await stack.enter_async_context(self._health(settings.health))
             directory = stack.enter_context(
-                DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
+                DataDir.open(settings.data_dir, settings.worker, settings.nats_place, limits_of(settings))
             )
             url, options = over_tls(settings, settings.nats or ""), worker_options(settings)
             server = None if settings.nats else EmbeddedServer(directory, settings)
@@ -204,7 +207,7 @@ class Supervisor:
         else:
             needs = model.needs or UNKNOWN
             path, name = place_of(settings, model.name)
-            model.directory = stack.enter_context(DataDir.open(path, name))
+            model.directory = stack.enter_context(DataDir.open(path, name, limits=limits_of(settings)))
             settings = replace(
                 settings,
                 worker=name,

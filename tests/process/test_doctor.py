@@ -21,6 +21,7 @@ from tests.model.tiny_gguf import TinyLlama
 from turnkeep_client.subjects import Subjects
 from worker.cluster.liveness import Members
 from worker.process.datadir import DataDir
+from worker.process.limits import limits_of
 from worker.process.setting_kinds import Endpoint
 
 
@@ -189,6 +190,16 @@ def test_the_command_doctor_warns_of_little_disk_space_and_fails_with_almost_non
     assert "for snapshots (20 GiB) and the log" in disk.missing
     without = commands.checks._disk(dataclasses.replace(settings, data_dir=folder, snapshots="off"))[1]
     assert without.missing == "up to 64 MiB, for the log"
+
+
+def test_the_command_doctor_takes_the_disk_limits_of_the_worker_that_runs_on_the_data_directory(small):
+    given = dataclasses.replace(small, max_disk=2**60)
+    assert "by the limits of" not in commands.checks._disk(given)[1].missing
+    with DataDir.open(small.data_dir, "test", limits=limits_of(small)) as directory:
+        assert commands.checks._disk(given)[1].state == "ok"
+        directory.note_limits(limits_of(given))
+        assert f"by the limits of worker test (pid {os.getpid()})" in commands.checks._disk(small)[1].missing
+    assert commands.checks._disk(small)[1].state == "ok"
 
 
 def test_the_command_doctor_reports_an_mlx_that_fails_or_aborts_on_import_as_a_failed_check(monkeypatch):

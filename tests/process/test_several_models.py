@@ -33,6 +33,8 @@ from turnkeep_client.subjects import SessionKey, Subjects
 from worker import model_memory, standby, supervisor
 from worker.model_memory import IdleModel, choose_to_unload
 from worker.model_process import UNKNOWN
+from worker.process.datadir import DataDir
+from worker.process.limits import with_running_limits
 from worker.process.settings import Settings
 from worker.reports import encode as report_line
 from worker.standby import Standby
@@ -268,11 +270,12 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, e
     await until(lambda: not at.workers())
 
 
-async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too() -> None:
+async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too(tmp_path: Path) -> None:
     alone = Supervisor(Settings(), {"a": Settings(other_model="refuse")})
-    with structlog.testing.capture_logs() as logs:
-        await alone.reload(Settings(), {"a": Settings(max_disk=5)})
     (model,) = alone._models
+    with DataDir.open(tmp_path) as model.directory, structlog.testing.capture_logs() as logs:
+        await alone.reload(Settings(), {"a": Settings(max_disk=5)})
+        assert with_running_limits(Settings(), tmp_path)[0].max_disk == 5, "as commands say"
     assert (model.settings.max_disk, model.settings.other_model) == (5, "refuse"), "others need a restart"
     assert [(one["event"], one["model"], one["settings"]) for one in logs] == [
         ("these settings need a restart", "a", ["other_model"])
