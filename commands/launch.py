@@ -25,6 +25,7 @@ from worker.process.installed import program
 
 from .agents import AGENTS, INSTALLS, GatewayAccess, own_prompt_tokens, start_of
 from .flags import with_settings
+from .gateway_note import noted_gateway
 from .screen import complain
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _PORT: Final = 8080
     "--gateway",
     "url",
     metavar="URL",
-    help=f"Where the gateway is. [default: the worker's own, else http://127.0.0.1:{_PORT}]",
+    help=f"Where the gateway is. [default: the data directory's, else http://127.0.0.1:{_PORT}]",
 )
 @click.option(
     "--key",
@@ -82,7 +83,9 @@ def launch(
     """
     settings = given.load()
     own = own_gateway(settings.data_dir)
-    url = url or f"http://127.0.0.1:{own or _PORT}"
+    if url is None:
+        found = noted_gateway(settings.data_dir) if own is None else None
+        url = found or f"http://127.0.0.1:{own or _PORT}"
     door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, of, settings.data_dir, own)
     start = start_of(Path(agent).name, door)
     found = agent if only_print else _program(agent)
