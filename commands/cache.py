@@ -146,6 +146,11 @@ def _cache_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def _empty_message(place: Path) -> str:
+    if not place.parent.is_dir():
+        return f"nothing is cached in {place}: there is no folder {place.parent}"
+    several = sorted(str(path.parent) for path in place.parent.glob("workers/*/snapshots"))
+    if several:
+        return f"nothing is cached in {place}; each of several models has a --data-dir: {', '.join(several)}"
     return f"nothing is cached yet in {place}"
 
 

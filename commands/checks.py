@@ -23,7 +23,7 @@ from turnkeep_client.subjects import Subjects
 from worker.cluster.liveness import Members
 from worker.model_process import place_of
 from worker.models import hub
-from worker.process.datadir import DataDir, DataDirError, DataDirInUseError
+from worker.process.datadir import DataDir, DataDirError, DataDirInUseError, holder_pid, noted_nats
 from worker.process.formatting import size
 from worker.process.installed import as_installed
 from worker.process.limits import with_running_limits
@@ -246,6 +246,8 @@ def _own_nats(settings: Settings) -> list[Diagnosis]:
 
 def _port(settings: Settings) -> Diagnosis:
     port = settings.own_port
+    if holder_pid(settings.data_dir) and isinstance(running := noted_nats(settings.data_dir), int):
+        port = running  # its worker may have other settings
     try:
         check_port(port)
     except BrokerError as error:

@@ -65,6 +65,13 @@ async def test_the_command_doctor_reports_no_fault_while_the_worker_of_the_data_
     )
 
 
+def test_the_command_doctor_checks_the_nats_port_of_the_worker_that_runs_on_the_data_directory(small):
+    other = dataclasses.replace(small, nats_port=1)
+    with DataDir.open(small.data_dir, "test", small.nats_port):
+        assert commands.checks._port(other).found == f"{small.nats_port} is free"
+    assert commands.checks._port(other).found != f"{small.nats_port} is free", "no worker runs now"
+
+
 async def test_the_command_doctor_fails_with_advice_if_another_nats_server_holds_the_port(
     foreign_server, small
 ):
