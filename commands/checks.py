@@ -347,6 +347,9 @@ def _model(settings: Settings, *, runs: bool) -> Diagnosis:
             model_files.check_tokenizer(found)
     except model_files.ModelError as error:
         return _failure("model", name or "", error)
+    except OSError as error:
+        missing = f"{error.filename}: {error.strerror}"
+        return Diagnosis("model", "fail", name or "", missing, "let this user read it, or name another")
     if entry.instead is not None:
         strange = model_files.ModelError(unsupported(str(found), entry.architecture, found.name))
         return _failure("model", name, strange)

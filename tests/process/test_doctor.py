@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -197,6 +198,15 @@ def test_the_command_doctor_warns_of_little_disk_space_and_fails_with_almost_non
     assert "for snapshots (20 GiB) and the log" in disk.missing
     without = commands.checks._disk(dataclasses.replace(settings, data_dir=folder, snapshots="off"))[1]
     assert without.missing == "up to 64 MiB, for the log"
+
+
+def test_the_command_doctor_reports_a_folder_of_models_that_it_may_not_read(small, monkeypatch):
+    def fails(*_: object):
+        raise PermissionError(errno.EACCES, "Permission denied", "data/models")
+
+    monkeypatch.setattr("worker.models.catalog.find", fails)
+    found = commands.checks._model(dataclasses.replace(small, model="some"), runs=True)
+    assert (found.state, found.missing) == ("fail", "data/models: Permission denied")
 
 
 def test_the_command_doctor_takes_the_disk_limits_of_the_worker_that_runs_on_the_data_directory(small):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import math
 import sys
@@ -30,12 +31,13 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker import model_memory, standby, supervisor
+from worker import main, model_memory, standby, supervisor
 from worker.model_memory import IdleModel, choose_to_unload
 from worker.model_process import UNKNOWN
 from worker.process.datadir import DataDir
 from worker.process.limits import with_running_limits
 from worker.process.settings import Settings
+from worker.reports import Refusal
 from worker.reports import encode as report_line
 from worker.standby import Standby
 from worker.supervisor import Supervisor
@@ -568,6 +570,21 @@ async def test_a_request_to_unload_a_model_counts_even_if_it_comes_right_after_o
     model.let_go()
     await asyncio.sleep(1.0)
     assert not model.is_loaded
+
+
+def test_a_worker_that_may_not_read_a_file_of_its_start_reports_that_instead_of_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = list[Refusal]()
+
+    def fails(_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "data/models")
+
+    monkeypatch.setattr(main, "Reporter", lambda: SimpleNamespace(send=sent.append))
+    monkeypatch.setattr(main, "_work", fails)
+    with pytest.raises(SystemExit):
+        main.main()
+    assert sent == [Refusal("data/models: Permission denied", is_setting=False)]
 
 
 async def test_serve_retries_while_the_system_cannot_start_a_process(
