@@ -104,6 +104,10 @@ def test_opening_a_data_directory_fails_with_an_error_that_names_a_file_in_its_p
     (tmp_path / "link").symlink_to(tmp_path / "not mounted")
     with pytest.raises(DataDirError, match=r"a link to what is not there; .* mount its disk"):
         DataDir.open(tmp_path / "link")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "nats").touch()
+    with pytest.raises(DataDirError, match=rf"because of {tmp_path}/data/nats: there is a file in its place"):
+        DataDir.open(tmp_path / "data")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -137,7 +137,8 @@ class DataDir:
             if fd >= 0:
                 os.close(fd)
             reason = _ADVICE.get(error.errno or 0, f"{error.strerror}; choose another with --data-dir")
-            raise DataDirError(f"the data directory {path} cannot be used: {reason}") from None
+            inner = f", because of {error.filename}" if str(error.filename or path) != str(path) else ""
+            raise DataDirError(f"the data directory {path} cannot be used{inner}: {reason}") from None
         return opened
 
     @classmethod
