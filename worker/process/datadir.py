@@ -239,7 +239,8 @@ def noted_nats(path: Path) -> str | int | None:
 def starting_pid(path: Path) -> int | None:
     """Return the pid of a worker that locked a data directory less than 120 s ago; else None."""
     held = holder(path)
-    return held.pid if held and time.time() - held.locked_s < _STARTING_S else None
+    # Before that time, too: somebody may have set the clock back.
+    return held.pid if held and abs(time.time() - held.locked_s) < _STARTING_S else None
 
 
 class Holder(NamedTuple):
