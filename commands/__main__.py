@@ -1,8 +1,9 @@
 """The program `turnkeep`, and `python -m commands`."""
 
 import os
-import signal
 import sys
+
+from .interrupts import importing
 
 
 def main() -> None:
@@ -11,29 +12,25 @@ def main() -> None:
     The packages `turnkeep` and its client contain the same client files. So installing or removing the client
     package can replace or delete files of the application (ADR 0022).
     """
-    interrupt = signal.getsignal(signal.SIGINT)  # ignored in a shell's background job
-    if interrupt is not signal.SIG_IGN:  # Ctrl-C during the imports prints no traceback
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # it was closed, as by `<&-`
-            opened = open(os.devnull, mode)  # noqa: PTH123, SIM115  # for the whole process
-            setattr(sys, name, opened)
-            os.set_inheritable(opened.fileno(), True)  # it has the number of the closed one
-    import importlib.metadata
+    with importing():
+        for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+            if getattr(sys, name) is None:  # it was closed, as by `<&-`
+                opened = open(os.devnull, mode)  # noqa: PTH123, SIM115  # for the whole process
+                setattr(sys, name, opened)
+                os.set_inheritable(opened.fileno(), True)  # it has the number of the closed one
+        import importlib.metadata
 
-    version = importlib.metadata.version("turnkeep")
-    try:
-        from turnkeep_client import __version__ as client_version
-    except ImportError:
-        client_version = "missing"
-    if client_version != version:
-        sys.exit(
-            f"turnkeep: its package turnkeep_client is {client_version} and must be {version};"
-            f" install turnkeep {version} again, with pip install --force-reinstall --no-deps"
-        )
-    from .cli import main as run
-
-    signal.signal(signal.SIGINT, interrupt)
+        version = importlib.metadata.version("turnkeep")
+        try:
+            from turnkeep_client import __version__ as client_version
+        except ImportError:
+            client_version = "missing"
+        if client_version != version:
+            sys.exit(
+                f"turnkeep: its package turnkeep_client is {client_version} and must be {version};"
+                f" install turnkeep {version} again, with pip install --force-reinstall --no-deps"
+            )
+        from .cli import main as run
     run(prog_name="turnkeep")
 
 

@@ -33,9 +33,11 @@ from worker.observe.logs import logs_on_stderr
 from worker.observe.progress import terminal_progress
 from worker.process.cache_parts import cache_codec
 from worker.process.formatting import size, span
+from worker.process.limits import with_running_limits
 from worker.process.setting_kinds import parse_duration, parse_size
 
 from .flags import as_json, check_target, force_option, with_settings
+from .interrupts import importing
 from .printing import table
 from .remains import remains
 
@@ -144,6 +146,11 @@ def _cache_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def _empty_message(place: Path) -> str:
+    if not place.parent.is_dir():
+        return f"nothing is cached in {place}: there is no folder {place.parent}"
+    several = sorted(str(path.parent) for path in place.parent.glob("workers/*/snapshots"))
+    if several:
+        return f"nothing is cached in {place}; each of several models has a --data-dir: {', '.join(several)}"
     return f"nothing is cached yet in {place}"
 
 
@@ -161,9 +168,12 @@ cache.add_command(remains)
 def ls(where: _Where, as_json: bool) -> None:
     """List the stored chains of tokens, the last used first, and the disk space that they take and leave.
 
+    The limits are those of the worker that runs there, otherwise those of the settings.
+
     The list cannot name sessions or tenants: names on disk are salted digests of tenant and tokens.
     """
     place, settings, is_fresh = where.located()
+    settings, runs = with_running_limits(settings, place.parent)
     found = survey.Survey() if is_fresh else survey.inspect(place, cache_codec(settings))
     others_bytes = found.foreign_bytes + found.quarantined_bytes
     total = sum(model.size_bytes for model in found.models) + others_bytes
@@ -176,6 +186,7 @@ def ls(where: _Where, as_json: bool) -> None:
             "total_bytes": total,
             "max_disk": settings.max_disk,
             "min_free_disk": settings.min_free_disk,
+            "limits_of": runs,
             "disk_free_bytes": free,
         }
         click.echo(json.dumps(figures))
@@ -188,6 +199,7 @@ def ls(where: _Where, as_json: bool) -> None:
         " versions or in quarantine"
     )
     click.echo(f"disk: {size(free)} free, {size(settings.min_free_disk)} to be left free (min_free_disk)")
+    click.echo(f"limits: those of {runs}" if runs else "limits: those of the settings; no worker runs here")
     _print_unreadable(found)
 
 
@@ -283,7 +295,8 @@ def _print_verified(found: Survey, recomputed: Recomputation | None, *, as_json:
 def _recomputed(place: Path, settings: Settings) -> Recomputation:
     """Compute the stored KV again with the settings' model. Raises `TurnkeepError`."""
     preload()
-    from worker.recomputation import recompute  # imports MLX
+    with importing():
+        from worker.recomputation import recompute  # imports MLX
 
     blocks = StoredBlocks(place, cache_codec(settings))
     with terminal_progress(of_bytes=False) as show:

@@ -19,20 +19,28 @@ from typing import TYPE_CHECKING, Final, Literal
 from rich.text import Text
 
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.subjects import Subjects
+from worker.cluster.liveness import Members
+from worker.model_process import place_of
 from worker.models import hub
-from worker.process.datadir import DataDir, DataDirError, DataDirInUseError
+from worker.process.datadir import DataDir, DataDirError, DataDirInUseError, holder_pid, noted_nats
 from worker.process.formatting import size
 from worker.process.installed import as_installed
+from worker.process.limits import with_running_limits
 from worker.process.settings import SettingsError
 from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, server_name
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.credentials import nats_options, over_tls
 
+from .interrupts import importing
 from .ports import Beside, ports_of
 from .printing import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from nats.aio.client import Client
 
     from worker.models.catalog import ModelEntry
     from worker.process.settings import Settings
@@ -76,7 +84,7 @@ def checks(
     runs = found[1].state == "ok"
     found += [_memory(models.values() or (settings,))] if runs else []
     found += _disk(settings, starts=beside is not None)
-    found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
+    found += asyncio.run(_remote_nats(settings, models)) if settings.nats else _own_nats(settings)
     found += _other_ports(settings, beside or Beside())
     if not models:
         return [*found, *_models(settings, runs=runs)]
@@ -151,7 +159,8 @@ def _blas() -> Diagnosis:
 
 
 def _memory(models: Iterable[Settings]) -> Diagnosis:
-    from worker.device.machine import check_memory
+    with importing():
+        from worker.device.machine import check_memory  # imports MLX
 
     try:
         there = max(map(check_memory, models))
@@ -170,6 +179,7 @@ def _disk(settings: Settings, *, starts: bool = False) -> list[Diagnosis]:
             return [_failure("data directory", "", error)]
         found = _split(error)[0]
     directory = Diagnosis("data directory", "ok", found)
+    settings, runs = with_running_limits(settings, path)
     free = shutil.disk_usage(path).free
     wanted, what = settings.log_max_bytes, "the log"
     if settings.snapshots != "off":
@@ -178,13 +188,13 @@ def _disk(settings: Settings, *, starts: bool = False) -> list[Diagnosis]:
     found = f"{size(free)} free"
     if free >= wanted:
         return [directory, Diagnosis("disk", "ok", found)]
-    missing = f"up to {size(wanted)}, for {what}"
+    missing = f"up to {size(wanted)}, for {what}" + (f", by the limits of {runs}" if runs else "")
     mend = "free some space, or lower --max-disk and --log-max-bytes"
     state: State = "warn" if free >= _MIN_FREE_BYTES else "fail"
     return [directory, Diagnosis("disk", state, found, missing, mend)]
 
 
-async def _remote_nats(settings: Settings) -> Diagnosis:
+async def _remote_nats(settings: Settings, models: Mapping[str, Settings]) -> list[Diagnosis]:
     try:
         client = await connect(
             over_tls(settings, str(settings.nats)),
@@ -193,13 +203,30 @@ async def _remote_nats(settings: Settings) -> Diagnosis:
             **nats_options(settings),
         )
     except (BrokerError, SettingsError) as error:
-        return _failure("NATS", "", error)
+        return [_failure("NATS", "", error)]
     version = server_version(client)
+    places = [(one.prefix, *place_of(one, name)) for name, one in models.items()]
+    taken = await _taken(client, places or [(settings.prefix, settings.data_dir, settings.worker)])
     await client.close()
     if fault := loses_entries(version):
         what, _, mend = fault.partition(": install ")
-        return Diagnosis("NATS", "warn", f"nats-server {version}", what, f"install {mend}")
-    return Diagnosis("NATS", "ok", f"nats-server {version} answers, JetStream is enabled")
+        return [Diagnosis("NATS", "warn", f"nats-server {version}", what, f"install {mend}"), *taken]
+    return [Diagnosis("NATS", "ok", f"nats-server {version} answers, JetStream is enabled"), *taken]
+
+
+async def _taken(client: Client, places: Iterable[tuple[str, Path, str]]) -> list[Diagnosis]:
+    """Return a failed check for each worker (prefix, data directory, name) whose name another one has."""
+    found = []
+    for prefix, path, worker in places:
+        directory = ""
+        with contextlib.suppress(OSError, LookupError):  # there is no data directory yet
+            directory = DataDir.of_parent(path).name
+        members = Members(client, Subjects(prefix), worker=worker, directory=directory, lost=lambda _: None)
+        try:
+            await members.check_name()
+        except BrokerError as error:
+            found.append(_failure("worker name", "", error))
+    return found
 
 
 def _own_nats(settings: Settings) -> list[Diagnosis]:
@@ -219,6 +246,8 @@ def _own_nats(settings: Settings) -> list[Diagnosis]:
 
 def _port(settings: Settings) -> Diagnosis:
     port = settings.own_port
+    if holder_pid(settings.data_dir) and isinstance(running := noted_nats(settings.data_dir), int):
+        port = running  # its worker may have other settings
     try:
         check_port(port)
     except BrokerError as error:
@@ -318,6 +347,9 @@ def _model(settings: Settings, *, runs: bool) -> Diagnosis:
             model_files.check_tokenizer(found)
     except model_files.ModelError as error:
         return _failure("model", name or "", error)
+    except OSError as error:
+        missing = f"{error.filename}: {error.strerror}"
+        return Diagnosis("model", "fail", name or "", missing, "let this user read it, or name another")
     if entry.instead is not None:
         strange = model_files.ModelError(unsupported(str(found), entry.architecture, found.name))
         return _failure("model", name, strange)

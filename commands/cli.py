@@ -25,6 +25,7 @@ from worker.process.open_files import raise_limit
 from worker.process.settings import SettingsError
 
 from .flags import add_help_all
+from .interrupts import importing
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -84,7 +85,8 @@ class _Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name in _COMMANDS and cmd_name not in self.commands:
-            module = vars(import_module(f".{_COMMANDS[cmd_name][0]}", __package__))
+            with importing():
+                module = vars(import_module(f".{_COMMANDS[cmd_name][0]}", __package__))
             # If a command is named like a keyword or builtin of Python, its function ends with an underscore.
             command = module.get(f"{cmd_name}_") or module[cmd_name]
             _prepare_help(command)

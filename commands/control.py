@@ -83,7 +83,7 @@ async def print_info(client: Client, name: str | None, *, as_json: bool = False)
         return
     rows = [
         ("tenant", session.tenant),
-        ("state", session.state + (f" ({session.active})" if session.active else "")),
+        ("state", session.state + (f" ({session.active})" if session.progress else "")),
         ("position", f"{session.position} tokens"),
         *_origin(session),
         *_answered_by(session),
@@ -121,9 +121,15 @@ def _policy(session: SessionInfo) -> list[tuple[str, str]]:
 
 
 def _waiting(session: SessionInfo) -> str:
-    """Return the ids of waiting requests that the worker has listed, and the number of further ones."""
+    """Return the ids of waiting requests that the worker has listed, and the number of further ones.
+
+    The active one waits too, for room on the device, unless its turn runs.
+    """
+    first = [session.active] if session.active and not session.progress else []
     num_more = session.num_waiting - len(session.waiting)
-    return (", ".join(session.waiting) or "none") + (f" and {num_more} more" if num_more > 0 else "")
+    return (", ".join([*first, *session.waiting]) or "none") + (
+        f" and {num_more} more" if num_more > 0 else ""
+    )
 
 
 @click.command()

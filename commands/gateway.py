@@ -18,6 +18,7 @@ from worker.process.installed import http_libraries
 from worker.process.settings import default_worker
 
 from .flags import listen_option, with_settings
+from .gateway_note import noted
 from .nats_connection import CLIENT_SETTINGS, GATEWAY_SETTINGS, connected, instead, run_until_signal
 
 if TYPE_CHECKING:
@@ -109,7 +110,8 @@ async def _serve(
     except NoServerError as error:
         click.echo(f"{error}; {instead(settings)}; until then requests get status 503", err=True)
     listener = listening(*listen)
-    click.echo(greeting(url_of(listener), has_keys=keys is not None), err=True)
+    url = url_of(listener)
+    click.echo(greeting(url, has_keys=keys is not None), err=True)
     gateway = Gateway(
         connect,
         keys or Keys(),
@@ -123,7 +125,8 @@ async def _serve(
     if until_eof:
         end_at_eof(running)
     async with gateway.open(lambda: running.should_exit):
-        await serve(running, listener, gateway.publish())
+        with noted(settings.data_dir, url):
+            await serve(running, listener, gateway.publish())
 
 
 def _origin(given: str) -> str:

@@ -21,10 +21,11 @@ import psutil
 
 from turnkeep_client.errors import TurnkeepError
 from worker.process.datadir import holder_pid, starting_pid
-from worker.process.installed import program
 
 from .agents import AGENTS, INSTALLS, GatewayAccess, own_prompt_tokens, start_of
 from .flags import with_settings
+from .gateway_note import noted_gateway
+from .nats_connection import command_line
 from .screen import complain
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _PORT: Final = 8080
     "--gateway",
     "url",
     metavar="URL",
-    help=f"Where the gateway is. [default: the worker's own, else http://127.0.0.1:{_PORT}]",
+    help=f"Where the gateway is. [default: the data directory's, else http://127.0.0.1:{_PORT}]",
 )
 @click.option(
     "--key",
@@ -82,8 +83,16 @@ def launch(
     """
     settings = given.load()
     own = own_gateway(settings.data_dir)
-    url = url or f"http://127.0.0.1:{own or _PORT}"
-    door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, of, settings.data_dir, own)
+    if url is None:
+        found = noted_gateway(settings.data_dir) if own is None else None
+        url = found or f"http://127.0.0.1:{own or _PORT}"
+    try:
+        door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, of, settings.data_dir, own)
+    except _NoGatewayError as error:
+        starts = command_line(settings, "gateway", ["data_dir"]) + _port_of(url)
+        raise TurnkeepError(
+            f"{error}; `{starts}` starts one, and --data-dir or --gateway names another"
+        ) from None
     start = start_of(Path(agent).name, door)
     found = agent if only_print else _program(agent)
     if door.context_tokens < (needed := own_prompt_tokens(Path(agent).name, arguments)):
@@ -183,10 +192,7 @@ def _door(url: str, key: str, wanted: str | None) -> GatewayAccess:
     except OSError as error:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or reason
-        raise _NoGatewayError(
-            f"no gateway answers at {url} ({why}); `{program()} gateway{_port_of(url)}` starts one, and"
-            " --data-dir or --gateway names another"
-        ) from None
+        raise _NoGatewayError(f"no gateway answers at {url} ({why})") from None
     except (ValueError, LookupError, TypeError, HTTPException):
         raise TurnkeepError(f"what answers at {url} is no gateway of Turnkeep") from None
 

@@ -82,6 +82,9 @@ _STUCK_S = 120.0
 #: Time for sessions to end; after it, commits that wait for an unreachable log are cancelled.
 _STOP_S = 10.0
 
+#: The same if the device thread has ended: its turns never end, and results of others take milliseconds.
+_LOST_S = 0.5
+
 #: Time after that to store which requests no worker has begun; else these count one attempt more.
 _NOTES_S = 5.0
 
@@ -121,6 +124,7 @@ class App:
         self._has_unopened = False
         self._parts: Parts | None = None
         self._fatal = ""
+        self._stop_s = _STOP_S
         self._nc: Client | None = None
         self._members: Members
         self.ready = Event()
@@ -245,7 +249,7 @@ class App:
                         parts.routing.close()
                     parts.engine.stop()
                     parts.sessions.stop()
-                    work.cancel_scope.deadline = current_time() + _STOP_S
+                    work.cancel_scope.deadline = current_time() + self._stop_s
                 await parts.endpoints.close()
                 asides.cancel_scope.cancel()
             await self._hand_over(parts)
@@ -363,7 +367,11 @@ class App:
     def _device_died(self, error: BaseException) -> None:
         """Stop the worker because the device thread ended. Called on the device thread."""
         why = str(error) if isinstance(error, TurnkeepError) else f"the device thread ended: {error!r}"
-        self._loop.call_soon_threadsafe(self._fail, why)
+        self._loop.call_soon_threadsafe(self._lose_device, why)
+
+    def _lose_device(self, why: str) -> None:
+        self._stop_s = _LOST_S
+        self._fail(why)
 
     async def _reconnected(self) -> None:
         """Resume pulling requests after a reconnect; stop if the server's message limit is now too small."""

@@ -58,6 +58,9 @@ def main() -> None:
     except TurnkeepError as error:  # also if MLX cannot be imported, before there is an order
         reporting.send(Refusal(as_installed(redact(str(error))), isinstance(error, SettingsError)))
         sys.exit(1)
+    except PermissionError as error:  # as of a folder of models that another user has made
+        reporting.send(Refusal(f"{error.filename}: {error.strerror}", is_setting=False))
+        sys.exit(1)
 
 
 def _work(reporting: Reporter) -> None:

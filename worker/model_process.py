@@ -14,9 +14,12 @@ from turnkeep_client.messages import Metrics
 
 from .metrics_collector import unloaded_metrics
 from .process.constants import CONSTANTS
+from .process.settings import word
 from .reports import Needs, Refusal, State
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from anyio.abc import Process
 
     from .process.datadir import DataDir
@@ -37,13 +40,18 @@ class SupervisorError(TurnkeepError):
 UNKNOWN: Final = Needs("", "", 0, {}, False, False, (), 0, 0.0)
 
 
+def place_of(settings: Settings, model: str) -> tuple[Path, str]:
+    """Return the data directory and the name of the worker of one of several models."""
+    return settings.data_dir / "workers" / settings.prefix, f"{settings.worker}-{word(model)}"[:64]
+
+
 class ModelProcess:
     """One model: its worker process, if one runs, and the activator that notices requests for it."""
 
     activator: Activator
     #: Removes from the log what need not stay, while no worker runs.
     retention: Retention
-    directory: DataDir
+    directory: DataDir | None = None
     size_bytes = 0
 
     def __init__(self, name: str | None, settings: Settings) -> None:
@@ -73,7 +81,8 @@ class ModelProcess:
     def let_go(self) -> None:
         """Ask for the model to be unloaded; whoever wants it from now on wakes it again."""
         self.leave.set()
-        self.wanted = Event()
+        if self.wanted.is_set():  # else somebody waits for this very event
+            self.wanted = Event()
 
     @property
     def is_loaded(self) -> bool:

@@ -22,7 +22,7 @@ from anyio import Event, current_time, move_on_after, sleep
 
 from turnkeep_client.messages import UnloadRequest
 from turnkeep_client.subjects import Subjects
-from worker.model_process import UNKNOWN, ModelProcess, SupervisorError
+from worker.model_process import UNKNOWN, ModelProcess, SupervisorError, place_of
 from worker.wire.broker import EmbeddedServer
 from worker.wire.connection import connect
 from worker.wire.credentials import over_tls, worker_options
@@ -34,7 +34,8 @@ from .process.concurrency import background, shielded, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 from .process.formatting import size
-from .process.settings import RELOADED, SettingsError, changed_names, word
+from .process.limits import limits_of
+from .process.settings import RELOADED, SettingsError, changed_names
 from .reports import Needs, Order, Refusal, ReportLine, State
 from .standby import Standby, reports, send_order
 from .wire.activator import Activator
@@ -123,6 +124,8 @@ class Supervisor:
             if lasting := changed_names(model.given, told) - RELOADED:
                 log.warning("these settings need a restart", **model.log_fields, settings=sorted(lasting))
             model.settings = replace(model.settings, **{name: getattr(told, name) for name in RELOADED})
+            if model.directory is not None:
+                model.directory.note_limits(limits_of(model.settings))
             if model.process is not None:
                 await send_order(model.process, model.settings)
 
@@ -141,7 +144,7 @@ class Supervisor:
             if settings.health is not None:  # first, as loading or downloading models may take long
                 await stack.enter_async_context(self._health(settings.health))
             directory = stack.enter_context(
-                DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
+                DataDir.open(settings.data_dir, settings.worker, settings.nats_place, limits_of(settings))
             )
             url, options = over_tls(settings, settings.nats or ""), worker_options(settings)
             server = None if settings.nats else EmbeddedServer(directory, settings)
@@ -203,9 +206,8 @@ class Supervisor:
             model.directory = directory
         else:
             needs = model.needs or UNKNOWN
-            path = self._settings.data_dir / "workers" / settings.prefix
-            name = f"{settings.worker}-{word(model.name)}"[:64]
-            model.directory = stack.enter_context(DataDir.open(path, name))
+            path, name = place_of(settings, model.name)
+            model.directory = stack.enter_context(DataDir.open(path, name, limits=limits_of(settings)))
             settings = replace(
                 settings,
                 worker=name,
@@ -327,9 +329,11 @@ class Supervisor:
             # As the model's worker does: closed sessions must leave the log, and forgotten ones soon.
             async with background(model.retention.run):
                 await model.wanted.wait()
-            model.leave = Event()
-            async with self._memory.reserve(model):
-                is_left = await self._run_until_left(model)
+            is_left = True
+            if model.wanted.is_set():  # else it was asked to leave since
+                model.leave = Event()
+                async with self._memory.reserve(model):
+                    is_left = await self._run_until_left(model)
             if is_left and await model.activator.has_work():
                 model.wake()
 

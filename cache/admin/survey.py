@@ -103,6 +103,10 @@ def check(directory: Path, codec: Codec | None) -> None:
             f"{directory} is no snapshot cache, it has no folder 'snapshots':"
             " give the directory itself with --dir, or the worker's data directory with --data-dir"
         )
+    if (directory / "snapshots" / "snapshots").is_dir():  # a change there would evade a running worker's lock
+        raise NotACacheError(
+            f"{directory} is a data directory: name it with --data-dir, or its folder snapshots with --dir"
+        )
     if codec is not None:
         codec.check(directory)
 

@@ -183,11 +183,16 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     session: str
     position: Annotated[int, Meta(description="the session's number of tokens")]
     state: Annotated[str, Meta(description=OPEN, examples=["idle", "waiting", "running"])]
-    active: Annotated[str | None, Meta(description="the id of the request that the worker carries out")]
+    active: Annotated[
+        str | None,
+        Meta(
+            description="the id of the request that the worker carries out, perhaps once the device has room"
+        ),
+    ]
     waiting: Annotated[
         tuple[str, ...], Meta(description="the ids of the waiting requests that skip and limit select")
     ]
-    num_waiting: Annotated[int, Meta(description="how many requests wait in all")] = 0
+    num_waiting: Annotated[int, Meta(description="how many requests wait behind the active one")] = 0
     requests: Annotated[int, Meta(description="how many requests were answered, without repeats")]
     progress: Annotated[Progress | None, Meta(description="null unless a turn runs on the device")]
     resident: Annotated[bool, Meta(description="whether KV of the session is on the device now")]

@@ -459,3 +459,15 @@ async def test_the_list_of_restorable_blocks_omits_blocks_after_a_missing_block_
     (tmp_path / "cache" / "snapshots" / every[1][2]).unlink()
     assert [file for _, _, file in listed()] == [every[i][2] for i in (0, 3, 4)]
     assert blocks.read(every[1][2]) is None
+
+
+async def test_cache_commands_refuse_a_data_directory_in_the_place_of_its_cache(
+    filled, turnkeep, tmp_path
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    filled.rename(data / "snapshots")
+    for command in (("ls",), ("verify", "--quarantine"), ("prune", "--all"), ("export", "--all", "x.tar")):
+        assert f"{data} is a data directory" in turnkeep(*command, directory=data, code=1).stderr
+    assert {path.name for path in data.iterdir()} == {"snapshots"}
+    assert len(json.loads(turnkeep("ls", "--json", directory=data / "snapshots").stdout)["chains"]) == 3

@@ -124,11 +124,16 @@ def test_cache_commands_on_a_missing_or_empty_data_directory_print_that_nothing_
         (data_dir / "snapshots").mkdir()
     done = cache("ls")
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"nothing is cached yet in {data_dir / 'snapshots'}\n")
+    says = "nothing is cached yet in" if data_dir.exists() else "nothing is cached in"
+    assert done.stdout.startswith(f"{says} {data_dir / 'snapshots'}")
+    assert (f"there is no folder {data_dir}" in done.stdout) == (made == "nothing"), "it may be a wrong path"
     for command in (("verify",), ("prune", "--all"), ("export", "--all", tmp_path / "x.tar")):
         done = cache(*command)
         assert (done.exit_code, done.stdout) == (1, "")
-        assert done.stderr.startswith("turnkeep: nothing is cached yet in")
+        assert done.stderr.startswith(f"turnkeep: {says} {data_dir / 'snapshots'}")
+    (tmp_path / "several" / "workers" / "a" / "snapshots").mkdir(parents=True)
+    done = CliRunner().invoke(main, ["cache", "ls", "--data-dir", str(tmp_path / "several")])
+    assert f"has a --data-dir: {tmp_path / 'several' / 'workers' / 'a'}\n" in done.stdout
     found = json.loads(cache("ls", "--json").stdout)
     assert (found["chains"], found["total_bytes"]) == ([], 0)
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"

@@ -9,11 +9,15 @@ import signal
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
+import click
 import pytest
-from command_runs import environment
+from command_runs import environment, turnkeep
 
+from commands import cli
 from commands.cache import CacheCommandError, in_one_line
 from commands.cli import _COMMANDS
 
@@ -83,6 +87,37 @@ def test_ctrl_c_while_a_command_imports_its_modules_prints_no_traceback() -> Non
             said += process.stderr.read()
     assert process.returncode in {-signal.SIGINT, 130}, said[-2000:]
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("command", [("cache", "ls"), ("export", "s", "file")], ids=lambda words: words[0])
+def test_ctrl_c_while_a_command_imports_numpy_ends_it_like_ctrl_c_elsewhere(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    """An interrupted numpy raises an ImportError, whose message is about its installation."""
+    (tmp_path / "numpy.py").write_text(
+        "import os, signal, time\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(1)\n"
+        "except KeyboardInterrupt:\n"
+        "    raise ImportError('numpy is not installed well')\n"
+    )
+    done = turnkeep(*command, "--data-dir", tmp_path, fresh=True, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_the_module_of_a_command_is_imported_while_ctrl_c_ends_the_process_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, before = [], signal.getsignal(signal.SIGINT)
+
+    def imported(*name: str) -> ModuleType:
+        seen.append(signal.getsignal(signal.SIGINT))
+        return import_module(*name)
+
+    monkeypatch.setattr(cli, "import_module", imported)
+    assert cli._Group().get_command(click.Context(cli.main), "drain") is not None
+    assert (seen, signal.getsignal(signal.SIGINT)) == ([signal.SIG_DFL], before)
 
 
 def test_each_command_that_a_message_of_the_program_names_exists() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from crafted import LETTERS
 from parts import free_port
 
+from commands.gateway_note import noted, noted_gateway
 from tests.gateway.test_command import launched
 from worker.process.datadir import starting_pid
 
@@ -100,6 +102,46 @@ def test_launch_waits_for_the_gateway_of_a_starting_worker_but_not_for_a_gateway
     assert done.returncode == 1, "it does not wait for another port"
     assert f"this worker's is at http://127.0.0.1:{port}" in done.stderr
     assert process.stop() == 0
+
+
+@pytest.mark.process
+def test_launch_finds_a_running_gateway_that_was_started_apart_for_the_data_directory(
+    worker_process: Any,
+) -> None:
+    process = worker_process()
+    process.start()
+    command = [sys.executable, "-P", "-m", "commands"]
+    place = ["--data-dir", str(process.data_dir)]
+    with subprocess.Popen(
+        [*command, "gateway", *place, "--listen", "0.0.0.0:0"], stderr=subprocess.PIPE, text=True
+    ) as gateway:
+        try:
+            told = gateway.stderr.readline()  # type: ignore[union-attr]
+            port = told.partition("/v1")[0].rpartition(":")[2]
+            until_s = time.monotonic() + 30
+            while noted_gateway(process.data_dir) is None and time.monotonic() < until_s:
+                time.sleep(0.02)
+            launch = [*command, "launch", *place, "--print", "other"]
+            done = subprocess.run(launch, capture_output=True, text=True, timeout=30, check=False)
+        finally:
+            gateway.kill()
+    assert (done.returncode, f"http://127.0.0.1:{port}" in done.stdout) == (0, True), done.stderr
+    assert noted_gateway(process.data_dir) is None, "a killed gateway is not used"
+    assert process.stop() == 0
+
+
+def test_a_gateway_that_ends_leaves_the_note_of_a_later_gateway(tmp_path: Path) -> None:
+    with noted(tmp_path, "http://0.0.0.0:1"):
+        assert noted_gateway(tmp_path) == "http://127.0.0.1:1"
+        later = ExitStack()
+        later.enter_context(noted(tmp_path, "http://127.0.0.1:2"))
+    with later:
+        assert noted_gateway(tmp_path) == "http://127.0.0.1:2"
+    with noted(tmp_path, "http://127.0.0.1:3"), noted(tmp_path / "absent", "http://127.0.0.1:4"):
+        assert noted_gateway(tmp_path) == "http://127.0.0.1:3"
+    assert not [*tmp_path.iterdir()]
+    (tmp_path / "gateway").write_text("http://127.0.0.1:5")
+    assert noted_gateway(tmp_path) is None, "it was killed"
 
 
 @pytest.mark.process

@@ -209,7 +209,7 @@ async def test_launch_fails_with_the_reason_for_an_unknown_agent_gateway_or_mode
         ((str(plain),), f"turnkeep: {plain}: Exec format error\n"),
         ((str(tmp_path / "nowhere" / "pi"),), f"on the PATH; `{INSTALLS['pi']}` installs it"),
         (("nothing-there",), "known agents are aider, claude, cn, codex, opencode, pi"),
-        (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --listen 1` starts one"),
+        (("--gateway", "http://127.0.0.1:1", "claude"), "/data --listen 1` starts one"),
         (("--gateway", "http://127.0.0.1:99999", "claude"), "no gateway answers"),
         (("--gateway", "localhost", "claude"), "no URL of a gateway"),
         (("--of", "other", "claude"), "has no model 'other'; it has tiny"),

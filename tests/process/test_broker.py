@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -262,6 +263,17 @@ async def test_connecting_to_a_nats_server_with_too_small_a_message_limit_raises
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=1000)
     with pytest.raises(BrokerError, match=r"at most 1000 bytes; set its max_payload to 2000 or lower"):
         await connect(url, name="test", min_payload_bytes=2000)
+
+
+async def test_a_nats_server_that_a_full_disk_keeps_from_starting_names_its_folder(
+    server, directory, monkeypatch
+):
+    def fails(*_: object):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(broker, "_replace", fails)
+    with pytest.raises(BrokerError, match=rf" started in {directory.path}: No space left on device$"):
+        await server.start()
 
 
 async def test_a_nats_stream_on_a_full_disk_accepts_messages_again_once_the_disk_has_space(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -31,6 +32,7 @@ def test_opening_a_new_data_directory_creates_a_private_directory_with_subfolder
         assert path.stat().st_mode & 0o077 == 0
         inode = (opened.path / "worker.lock").stat().st_ino
         note = {"pid": os.getpid(), "worker": "w1", "directory": opened.name, "inode": inode, "nats": None}
+        note["limits"] = {}
         assert json.loads((path / "worker.lock").read_text()) == note
 
 
@@ -103,6 +105,10 @@ def test_opening_a_data_directory_fails_with_an_error_that_names_a_file_in_its_p
     (tmp_path / "link").symlink_to(tmp_path / "not mounted")
     with pytest.raises(DataDirError, match=r"a link to what is not there; .* mount its disk"):
         DataDir.open(tmp_path / "link")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "nats").touch()
+    with pytest.raises(DataDirError, match=rf"because of {tmp_path}/data/nats: there is a file in its place"):
+        DataDir.open(tmp_path / "data")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -112,6 +118,16 @@ def test_opening_an_unwritable_data_directory_fails_with_an_error_that_says_not_
         DataDir.open(tmp_path / "new")
     with pytest.raises(DataDirError, match="not writable for this user"):
         DataDir.open(tmp_path)
+
+
+@pytest.mark.parametrize(("shift_s", "starts"), [(0, True), (-3600, False), (3600, False)])
+def test_a_worker_is_starting_only_near_the_time_of_its_lock_even_if_the_clock_was_set(
+    shift_s, starts, tmp_path
+):
+    with DataDir.open(tmp_path):
+        locked_s = time.time() + shift_s
+        os.utime(tmp_path / "worker.lock", (locked_s, locked_s))
+        assert datadir.starting_pid(tmp_path) == (os.getpid() if starts else None)
 
 
 def test_a_locked_data_directory_is_refused_to_other_workers_even_if_its_lock_file_is_still_empty(

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import socket
 from pathlib import Path
 
+import nats
 import pytest
 from nats.aio.client import Client, ServerVersion
 
@@ -17,7 +19,10 @@ from commands.checks import Diagnosis, checks, exit_code
 from commands.ports import Beside
 from tests.commands.command_runs import turnkeep
 from tests.model.tiny_gguf import TinyLlama
+from turnkeep_client.subjects import Subjects
+from worker.cluster.liveness import Members
 from worker.process.datadir import DataDir
+from worker.process.limits import limits_of
 from worker.process.setting_kinds import Endpoint
 
 
@@ -59,6 +64,13 @@ async def test_the_command_doctor_reports_no_fault_while_the_worker_of_the_data_
     assert found["port"] == Diagnosis(
         "port", "ok", f"{small.nats_port} is held by this data directory's own server"
     )
+
+
+def test_the_command_doctor_checks_the_nats_port_of_the_worker_that_runs_on_the_data_directory(small):
+    other = dataclasses.replace(small, nats_port=1)
+    with DataDir.open(small.data_dir, "test", small.nats_port):
+        assert commands.checks._port(other).found == f"{small.nats_port} is free"
+    assert commands.checks._port(other).found != f"{small.nats_port} is free", "no worker runs now"
 
 
 async def test_the_command_doctor_fails_with_advice_if_another_nats_server_holds_the_port(
@@ -126,6 +138,32 @@ async def test_the_command_doctor_fails_for_a_too_old_nats_server_with_the_same_
     assert (await examine(dataclasses.replace(small, nats=url)))["NATS"].state == "warn"
 
 
+async def test_the_command_doctor_fails_if_a_worker_of_another_data_directory_has_the_name_on_a_remote_server(
+    foreign_server, small, tmp_path
+):
+    url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)
+    client = await nats.connect(url)
+    subjects = Subjects(small.prefix)
+    elsewhere = Members(client, subjects, worker="test", directory="elsewhere", lost=print)
+    await elsewhere.join()
+    keeping = asyncio.create_task(elsewhere.keep())
+    remote = dataclasses.replace(small, nats=url, worker="test")
+    found = (await examine(remote))["worker name"]
+    assert found.state == "fail"
+    assert found.missing.startswith("worker 'test' (pid ")
+    assert "under the same name" in found.missing
+    assert found.mend == "stop it, or choose another --worker name"
+    assert "worker name" not in await examine(dataclasses.replace(remote, worker="other"))
+    keeping.cancel()
+    with DataDir.open(small.data_dir, "test") as directory:
+        own = Members(client, subjects, worker="own", directory=directory.name, lost=print)
+        await own.join()
+        keeping = asyncio.create_task(own.keep())
+        assert "worker name" not in await examine(dataclasses.replace(remote, worker="own"))
+        keeping.cancel()
+    await client.close()
+
+
 async def test_the_command_doctor_warns_of_a_nats_server_version_that_can_lose_entries(
     foreign_server, small, tmp_path, monkeypatch
 ):
@@ -160,6 +198,25 @@ def test_the_command_doctor_warns_of_little_disk_space_and_fails_with_almost_non
     assert "for snapshots (20 GiB) and the log" in disk.missing
     without = commands.checks._disk(dataclasses.replace(settings, data_dir=folder, snapshots="off"))[1]
     assert without.missing == "up to 64 MiB, for the log"
+
+
+def test_the_command_doctor_reports_a_folder_of_models_that_it_may_not_read(small, monkeypatch):
+    def fails(*_: object):
+        raise PermissionError(errno.EACCES, "Permission denied", "data/models")
+
+    monkeypatch.setattr("worker.models.catalog.find", fails)
+    found = commands.checks._model(dataclasses.replace(small, model="some"), runs=True)
+    assert (found.state, found.missing) == ("fail", "data/models: Permission denied")
+
+
+def test_the_command_doctor_takes_the_disk_limits_of_the_worker_that_runs_on_the_data_directory(small):
+    given = dataclasses.replace(small, max_disk=2**60)
+    assert "by the limits of" not in commands.checks._disk(given)[1].missing
+    with DataDir.open(small.data_dir, "test", limits=limits_of(small)) as directory:
+        assert commands.checks._disk(given)[1].state == "ok"
+        directory.note_limits(limits_of(given))
+        assert f"by the limits of worker test (pid {os.getpid()})" in commands.checks._disk(small)[1].missing
+    assert commands.checks._disk(small)[1].state == "ok"
 
 
 def test_the_command_doctor_reports_an_mlx_that_fails_or_aborts_on_import_as_a_failed_check(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import math
 import sys
@@ -24,15 +25,19 @@ from turnkeep_client.messages import (
     Failed,
     InfoRequest,
     LoadRequest,
+    UnloadRequest,
     decode_control_reply,
     decode_serving,
     encode,
 )
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker import model_memory, standby, supervisor
+from worker import main, model_memory, standby, supervisor
 from worker.model_memory import IdleModel, choose_to_unload
 from worker.model_process import UNKNOWN
+from worker.process.datadir import DataDir
+from worker.process.limits import with_running_limits
 from worker.process.settings import Settings
+from worker.reports import Refusal
 from worker.reports import encode as report_line
 from worker.standby import Standby
 from worker.supervisor import Supervisor
@@ -267,11 +272,12 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, e
     await until(lambda: not at.workers())
 
 
-async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too() -> None:
+async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too(tmp_path: Path) -> None:
     alone = Supervisor(Settings(), {"a": Settings(other_model="refuse")})
-    with structlog.testing.capture_logs() as logs:
-        await alone.reload(Settings(), {"a": Settings(max_disk=5)})
     (model,) = alone._models
+    with DataDir.open(tmp_path) as model.directory, structlog.testing.capture_logs() as logs:
+        await alone.reload(Settings(), {"a": Settings(max_disk=5)})
+        assert with_running_limits(Settings(), tmp_path)[0].max_disk == 5, "as commands say"
     assert (model.settings.max_disk, model.settings.other_model) == (5, "refuse"), "others need a restart"
     assert [(one["event"], one["model"], one["settings"]) for one in logs] == [
         ("these settings need a restart", "a", ["other_model"])
@@ -533,6 +539,52 @@ async def test_requests_to_a_newly_selected_model_that_cannot_be_loaded_get_an_e
     back = await nc.request(subjects.serve, encode(LoadRequest(model="sound")), timeout=60)
     assert "restarts with sound" in decode_serving(back.data).said  # type: ignore[union-attr]
     await until(lambda: alone._models[0].is_loaded)
+
+
+async def test_a_model_that_is_asked_twice_to_be_unloaded_is_loaded_by_its_next_request(
+    served: tuple[Supervisor, nats.NATS],
+) -> None:
+    alone, nc = served
+    (model,), subjects = alone._models, Subjects("stub")
+    for _ in range(2):
+        unloaded = await nc.request(subjects.serve, encode(UnloadRequest()), timeout=20)
+        assert "is unloaded" in decode_serving(unloaded.data).said  # type: ignore[union-attr]
+        await until(lambda: model.process is None)
+        await asyncio.sleep(0.2)
+    loaded = await nc.request(subjects.serve, encode(LoadRequest()), timeout=20)
+    assert "is loaded" in decode_serving(loaded.data).said  # type: ignore[union-attr]
+    async with asyncio.timeout(20):
+        await until(lambda: model.is_loaded)
+
+
+async def test_a_request_to_unload_a_model_counts_even_if_it_comes_right_after_one_to_load_it(
+    served: tuple[Supervisor, nats.NATS],
+) -> None:
+    alone, nc = served
+    (model,), subjects = alone._models, Subjects("stub")
+    await nc.request(subjects.serve, encode(UnloadRequest()), timeout=20)
+    await until(lambda: model.process is None)
+    await asyncio.sleep(0.2)
+    model.wake()
+    await asyncio.sleep(0)
+    model.let_go()
+    await asyncio.sleep(1.0)
+    assert not model.is_loaded
+
+
+def test_a_worker_that_may_not_read_a_file_of_its_start_reports_that_instead_of_a_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = list[Refusal]()
+
+    def fails(_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "data/models")
+
+    monkeypatch.setattr(main, "Reporter", lambda: SimpleNamespace(send=sent.append))
+    monkeypatch.setattr(main, "_work", fails)
+    with pytest.raises(SystemExit):
+        main.main()
+    assert sent == [Refusal("data/models: Permission denied", is_setting=False)]
 
 
 async def test_serve_retries_while_the_system_cannot_start_a_process(

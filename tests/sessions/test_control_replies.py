@@ -10,6 +10,7 @@ import pytest
 from msgspec import structs
 from raw_wire import Start, Wire, append, generate
 
+from commands.control import print_info
 from tests.matrices import thinned
 from tests.simulation.world import Server
 from turnkeep_client.messages import Cancelled, decode_result
@@ -114,6 +115,35 @@ async def test_several_equal_requests_with_the_same_reply_subject_each_get_a_rep
         await a.nc.publish(a.subject("s0", kind), json.dumps(body).encode(), reply="replies")
     await asyncio.sleep(5.0)
     assert len(heard) == 5
+
+
+@pytest.mark.simulated
+async def test_the_command_info_lists_a_request_that_waits_for_the_device_among_those_that_wait(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    w = await quiet_wire()
+    engine, over = w.worker.app._parts.engine, asyncio.Event()
+    run = engine.run
+
+    async def held(*arguments: Any, **options: Any) -> Any:
+        await over.wait()
+        return await run(*arguments, **options)
+
+    async def shown() -> list[list[str]]:
+        await print_info(w.worker.client, "s")
+        rows = (line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines())
+        return [row for row in rows if row[0] == "state" or row[:2] == ["requests", "waiting"]]
+
+    monkeypatch.setattr(engine, "run", held)
+    seq = await w.publish("s", generate("first", text="eee"))
+    await w.until("s", "waiting")
+    assert await shown() == [["state", "waiting"], ["requests", "waiting", "first"]]
+    await w.publish("s", append("second", ""))
+    assert await shown() == [["state", "waiting"], ["requests", "waiting", "first, second"]]
+    over.set()
+    await w.result(seq)
+    await w.until("s", "idle")
+    assert await shown() == [["state", "idle"], ["requests", "waiting", "none"]]
 
 
 @pytest.mark.simulated

@@ -17,10 +17,12 @@ from raw_wire import Start, Wire, append
 
 from cache.names.tokens import as_tokens
 from cache.store import Store
+from tests.commands.command_runs import turnkeep
 from tests.parts import BLOCK, WorkerProcess
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 from turnkeep_client.messages import CachePolicy, ForkPoint, SessionCache
 from worker.app import App
+from worker.process.settings import Settings, default_worker
 
 
 def text(letter: str, num_tokens: int = 3 * BLOCK) -> str:
@@ -116,6 +118,13 @@ async def said(worker: WorkerProcess, event: str) -> dict[str, Any]:
             await asyncio.sleep(0.05)
 
 
+def shown_limits(worker: WorkerProcess) -> tuple[int, int, str | None]:
+    """Return the limits that `cache ls`, which has none of the worker's settings, says of its directory."""
+    done = turnkeep("cache", "ls", "--json", "--data-dir", worker.data_dir)
+    found = json.loads(done.stdout)
+    return found["max_disk"], found["min_free_disk"], found["limits_of"]
+
+
 @pytest.mark.process
 async def test_sighup_makes_a_worker_read_its_settings_file_again_and_apply_the_disk_limits(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path
@@ -125,6 +134,7 @@ async def test_sighup_makes_a_worker_read_its_settings_file_again_and_apply_the_
     worker = worker_process("--config", str(config))
     worker.start()
     await said(worker, '"ready"')
+    assert shown_limits(worker) == (2**30, 0, f"worker {default_worker()} (pid {worker.pid})")
     config.write_text("max_disk = 'much'\n")
     os.kill(worker.pid, signal.SIGHUP)
     assert "'much' is not valid" in (await said(worker, "the settings stay as they are"))["reason"]
@@ -133,7 +143,9 @@ async def test_sighup_makes_a_worker_read_its_settings_file_again_and_apply_the_
     assert (await said(worker, "read the settings again"))["changed"] == ["max_disk"]
     assert (await said(worker, "these settings need a restart"))["settings"] == ["max_batch"]
     assert (await said(worker, "cache_limits_changed"))["max_bytes"] == 2 * 2**20
+    assert shown_limits(worker)[0] == 2 * 2**20
     assert worker.stop() == 0
+    assert shown_limits(worker) == (Settings().max_disk, Settings().min_free_disk, None)
 
 
 UNSAVED = {"snapshots": "none"}

@@ -87,10 +87,9 @@ async def test_no_request_fails_if_the_gpu_reports_the_same_error_up_to_three_ti
 @pytest.mark.metal
 @pytest.mark.parametrize("is_whole", [True, False], ids=["every evaluation", "every step of a request"])
 async def test_a_worker_whose_gpu_fails_every_time_exits_and_a_restarted_worker_answers_the_request(
-    local_worker: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool
+    local_worker: Any, gpu: Gpu, *, is_whole: bool
 ) -> None:
     """If a request of one token still runs, the GPU may have only failed because of the prompt."""
-    monkeypatch.setattr(app, "_STOP_S", 0.5)  # the turns of a lost GPU do not end
     worker = await local_worker()
     said = await ask(worker.client, "before")
     gpu.error = lambda frame: IGNORED if is_whole or num_prompt_tokens(frame) > 1 else None
@@ -100,7 +99,7 @@ async def test_a_worker_whose_gpu_fails_every_time_exits_and_a_restarted_worker_
             await first
         first = asyncio.create_task(ask(worker.client, "second"))
     with pytest.raises(WorkerError, match=r"^the GPU .*; start the worker again"):
-        await asyncio.wait_for(asyncio.shield(worker.task), 60)
+        await asyncio.wait_for(asyncio.shield(worker.task), app._STOP_S / 2)  # its turns do not end
     gpu.error = lambda frame: None
     await local_worker()
     assert (await asyncio.wait_for(first, 60)).tokens == said.tokens

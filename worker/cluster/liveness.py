@@ -152,6 +152,11 @@ class Members:
                 f" {self._subject}, and read the stream {self.stream}"
             ) from None
 
+    async def check_name(self) -> None:
+        """Raise `BrokerError` if `join` would, since a running worker has this one's name; join nothing."""
+        with suppress(APIError, nats.errors.Error, OSError):  # nothing is known of others
+            await self._free()
+
     async def serve(self, load: Callable[[], int]) -> None:
         """Tell the other workers, by the record and by a message, that this one serves from now on.
 

@@ -14,12 +14,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 from uuid import uuid4
 
 from turnkeep_client.errors import TurnkeepError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import TracebackType
 
 LOCK_NAME: Final = "worker.lock"
@@ -98,12 +100,18 @@ class DataDir:
         self._lock_fd = lock_fd
 
     @classmethod
-    def open(cls, path: Path, worker: str = "", nats: str | int | None = None) -> DataDir:
+    def open(
+        cls,
+        path: Path,
+        worker: str = "",
+        nats: str | int | None = None,
+        limits: Mapping[str, Any] = MappingProxyType({}),
+    ) -> DataDir:
         """Create the directory if needed, check that it is writable, and lock it.
 
         Waits until what a killed process has started on the directory has ended. Other processes can read
-        from the lock file: the name `worker`, and its NATS server `nats` (None keeps the noted one). Raises
-        `DataDirError`.
+        from the lock file: the name `worker`, its NATS server `nats` (None keeps the noted one) and its
+        `limits`. Raises `DataDirError`.
         """
         path = path.absolute()
         fd = -1
@@ -113,7 +121,7 @@ class DataDir:
             fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
             _lock(path, fd)
             # The file is never unlinked: two workers could then each lock an inode of this name.
-            opened = cls(path, fd, _note_worker(fd, worker, nats))
+            opened = cls(path, fd, _note_worker(fd, worker, nats, limits))
             for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
                 is_new = not folder.exists()
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -131,7 +139,8 @@ class DataDir:
             if fd >= 0:
                 os.close(fd)
             reason = _ADVICE.get(error.errno or 0, f"{error.strerror}; choose another with --data-dir")
-            raise DataDirError(f"the data directory {path} cannot be used: {reason}") from None
+            inner = f", because of {error.filename}" if str(error.filename or path) != str(path) else ""
+            raise DataDirError(f"the data directory {path} cannot be used{inner}: {reason}") from None
         return opened
 
     @classmethod
@@ -165,6 +174,15 @@ class DataDir:
         """The descriptors that a child process must inherit to hold the lock, too."""
         return (self._lock_fd,)
 
+    def note_limits(self, limits: Mapping[str, Any]) -> None:
+        """Tell other processes new limits of the worker, unless the disk is full."""
+        note = json.dumps(_read_note(self._lock_fd) | {"limits": dict(limits)}).encode()
+        before = os.fstat(self._lock_fd)
+        with contextlib.suppress(OSError):
+            # In one write, without truncation: a reader finds the old note or the new one.
+            os.pwrite(self._lock_fd, note.ljust(before.st_size), 0)
+            os.utime(self._lock_fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # it was not locked now
+
     def close(self) -> None:
         """Release the lock. Later calls do nothing."""
         if self._lock_fd >= 0:
@@ -187,20 +205,20 @@ def _lock(path: Path, fd: int) -> None:
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if _holder(path) is not None or time.monotonic() > until_s:
+            if holder(path) is not None or time.monotonic() > until_s:
                 raise
         time.sleep(_LOOK_S)
 
 
 def owner(path: Path) -> str | None:
     """Return a text with the name and pid of the worker that uses a data directory; None if none runs."""
-    held = _holder(path)
+    held = holder(path)
     return held.name if held else None
 
 
 def holder_pid(path: Path) -> int | None:
     """Return the pid of the worker that uses a data directory; None if none runs."""
-    held = _holder(path)
+    held = holder(path)
     return held.pid if held else None
 
 
@@ -222,19 +240,22 @@ def noted_nats(path: Path) -> str | int | None:
 
 def starting_pid(path: Path) -> int | None:
     """Return the pid of a worker that locked a data directory less than 120 s ago; else None."""
-    held = _holder(path)
-    return held.pid if held and time.time() - held.locked_s < _STARTING_S else None
+    held = holder(path)
+    # Before that time, too: somebody may have set the clock back.
+    return held.pid if held and abs(time.time() - held.locked_s) < _STARTING_S else None
 
 
-class _Holder(NamedTuple):
+class Holder(NamedTuple):
     """The process that has locked a data directory, and the time of the lock; messages use `name` for it."""
 
     pid: int
     locked_s: float
     name: str
+    #: What it has noted of its limits, by name.
+    limits: Mapping[str, Any]
 
 
-def _holder(path: Path) -> _Holder | None:
+def holder(path: Path) -> Holder | None:
     """Return the process that has locked a data directory; None if none runs.
 
     Times do not say it, as somebody may set the clock. What a killed process has started may hold the lock
@@ -245,11 +266,12 @@ def _holder(path: Path) -> _Holder | None:
     with contextlib.suppress(OSError, psutil.Error):
         fd = os.open(path / LOCK_NAME, os.O_RDONLY)
         try:
-            pid, locked_s = _read_note(fd).get("pid"), os.fstat(fd).st_mtime
+            note, locked_s = _read_note(fd), os.fstat(fd).st_mtime
+            pid = note.get("pid")
             if not isinstance(pid, int) or not _is_locked(fd):
                 return None
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                return _Holder(pid, locked_s, _owner(fd))
+                return Holder(pid, locked_s, _owner(fd), note.get("limits") or {})
         finally:
             os.close(fd)
     return None
@@ -271,7 +293,7 @@ def _owner(lock_fd: int) -> str:
     return f"{name}(pid {owner['pid']})"
 
 
-def _note_worker(fd: int, worker: str, nats: str | int | None) -> str:
+def _note_worker(fd: int, worker: str, nats: str | int | None, limits: Mapping[str, Any]) -> str:
     """Write this process into the lock file; return the directory's unique name, a new one if it has none."""
     last, inode = _read_note(fd), os.fstat(fd).st_ino
     # In a copy of the directory the file has another inode: the note is that of the original's worker.
@@ -279,6 +301,7 @@ def _note_worker(fd: int, worker: str, nats: str | int | None) -> str:
     name, nats = last.get("directory") or uuid4().hex, nats or last.get("nats")
     os.ftruncate(fd, 0)
     note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode, "nats": nats}
+    note["limits"] = dict(limits)
     os.pwrite(fd, json.dumps(note).encode(), 0)
     os.fsync(fd)  # a full disk fails here, not in the middle of a turn
     return name

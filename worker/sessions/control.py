@@ -27,7 +27,7 @@ from worker.wire.fence import FencedError
 from .cancelling import cancel
 from .history import RefusedError, cache_field
 from .images import SessionImages
-from .pending import pending_at
+from .pending import PendingRequest, pending_at
 from .results import rewritten_from
 
 if TYPE_CHECKING:
@@ -133,19 +133,19 @@ class Control:
         )
 
     async def _info(self, session: ServedSession, request: InfoRequest) -> SessionInfo:
-        # Both may change during an await.
+        # All may change during an await.
         history, num_answered = session.history, len(session.log.record.answered_ids)
+        key, active, progress = session.key, session.active, self._engine.progress(session.key)
         if history.closed:  # waiting requests belong to the next session of this name
             history = self._fold.begin(datetime.now(UTC))
-        waiting, num_waiting = await _waiting(session, request.skip, request.limit)
-        key, active = session.key, session.active
-        progress, policy = self._engine.progress(key), history.policy
+        waiting, num_waiting = await _waiting(session, active, request.skip, request.limit)
+        policy = history.policy
         live_bytes = self._engine.live_bytes(key, history.tokens, policy)
         return SessionInfo(
             tenant=key.tenant,
             session=key.session,
             position=history.position,
-            state="running" if progress else "waiting" if session.pending else "idle",
+            state="running" if progress else "waiting" if active or num_waiting else "idle",
             active=active.id if active else None,
             waiting=tuple(waiting),
             num_waiting=num_waiting,
@@ -175,13 +175,15 @@ class Control:
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
 
 
-async def _waiting(session: ServedSession, skip: int, limit: int) -> tuple[list[str], int]:
+async def _waiting(
+    session: ServedSession, active: PendingRequest | None, skip: int, limit: int
+) -> tuple[list[str], int]:
     """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
 
-    The active request does not wait. The number may include cancelled requests that were not read yet.
+    The `active` request does not count. The number may include cancelled requests that were not read yet.
     """
     record, page = session.log.record, session.services.journal.page
-    names = [pending.id or "" for pending in record.pending if pending is not session.active]
+    names = [pending.id or "" for pending in record.pending if pending is not active]
     after, num_more = record.in_seq, int(bool(record.pending))
     while num_more:
         entries, num_more = await page(session.key, "in", after)

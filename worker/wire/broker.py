@@ -260,7 +260,8 @@ class EmbeddedServer:
                     pass_fds=self._directory.lock_fds,
                 )
         except OSError as error:
-            raise BrokerError(f"nats-server cannot be started: {error}") from None
+            why = error.strerror or error
+            raise BrokerError(f"nats-server cannot be started in {self._root}: {why}") from None
         self._started_at = current_time()
         try:
             await self._wait_until_ready()

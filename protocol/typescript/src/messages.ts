@@ -886,11 +886,11 @@ export interface SessionInfo {
   position: number;
   /** later versions have other values too */
   state: "idle" | "waiting" | "running" | (string & {});
-  /** the id of the request that the worker carries out */
+  /** the id of the request that the worker carries out, perhaps once the device has room */
   active: string | null;
   /** the ids of the waiting requests that skip and limit select */
   waiting: readonly string[];
-  /** how many requests wait in all */
+  /** how many requests wait behind the active one */
   num_waiting?: number;
   /** how many requests were answered, without repeats */
   requests: number;
