@@ -16,6 +16,7 @@ from msgspec import Struct
 from turnkeep_client.content_blocks import ContentError, sentences
 from turnkeep_client.errors import (
     ClientClosedError,
+    FullServerError,
     InvalidMessageError,
     MessageTooLargeError,
     NoServerError,
@@ -302,6 +303,9 @@ def fault_of(error: TurnkeepError) -> Fault:
             message = "the gateway has stopped, or its connection to the NATS server was closed"
             message += "; send the request again"
             return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_PAUSE_S)
+        case FullServerError():
+            message = "the NATS server has no connection left; close some, or raise its max_connections"
+            return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_START_S)
         case NoWorkerError():
             missing = "NATS server can be reached" if isinstance(error, NoServerError) else "worker answers"
             message = f"no {missing}; `turnkeep serve` starts one"
