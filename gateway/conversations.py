@@ -50,6 +50,7 @@ from .planning import groups_ahead, new_name, plan_apart
 from .planning import plan as make_plan
 from .recovery import recover
 from .removal import remove, sweep
+from .turn import NotStoredError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -66,6 +67,9 @@ log = logging.getLogger(__name__)
 
 #: How long to wait for the result of another request that has changed a session's position.
 _CATCH_UP_S: Final = 1.0
+#: How long nothing may be stored until clients are told so, and how often that is looked at.
+_STORE_S: Final = 10.0
+_LOOK_S: Final = 1.0
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
 
@@ -89,6 +93,9 @@ class Conversations:
         self.latest = LatestMetrics(client)
         #: By `key_id`: the request with this idempotency key, while the log does not have it yet.
         self._beginning: dict[str, AnswerFeed] = {}
+        #: The answers whose clients wait.
+        self._waiting: set[AnswerFeed] = set()
+        self.beside(self._watch())
 
     async def start(self) -> None:
         """Fill the index from the log and start to remove idle sessions; later calls do nothing.
@@ -141,12 +148,14 @@ class Conversations:
         The other parameters are those of `AnswerFeed`.
         """
         feed = AnswerFeed(on_end, note, key_id, stays=stays)
+        self._waiting.add(feed)
         self.beside(self._answer(turn, 0, feed))
         return feed
 
     def follow(self, found: LoggedAnswer) -> AnswerFeed:
         """Return a feed with all events of an answer in the log; the answer may still run."""
         feed = AnswerFeed(_ignore, found.note)
+        self._waiting.add(feed)
         feed.following = self.beside(self._follow(found, feed))
         return feed
 
@@ -158,8 +167,11 @@ class Conversations:
         if (known := self.index.sessions.get(session)) is not None:
             self.index.drop(known)
         key, most_s = session_key(self.client.tenant, session), LAST_PAUSE_S
-        await self.client.submit(key, build(Open), timeout_s=most_s)  # only an open session can be forgotten
-        closing = await self.client.submit(key, build(Close, forget=True), timeout_s=most_s)
+        try:
+            await self.client.submit(key, build(Open), timeout_s=most_s)  # only an open one can be forgotten
+            closing = await self.client.submit(key, build(Close, forget=True), timeout_s=most_s)
+        except ResultTimeoutError:
+            raise NotStoredError from None
         with contextlib.suppress(ResultTimeoutError):  # the request is in the log: the worker will execute it
             expect(Closed, await closing)
 
@@ -170,13 +182,29 @@ class Conversations:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def leave(self, feed: AnswerFeed) -> None:
+        """Note that no client waits for these answers, which go on."""
+        self._waiting.discard(feed)
+
     def abandon(self, feed: AnswerFeed) -> None:
         """Stop waiting for these answers, and cancel each that no other client waits for."""
+        self.leave(feed)
         feed.is_abandoned = True
         if feed.following is not None:
             feed.following.cancel()
         for asked in [*feed.running]:
             self._leave(asked, feed)
+
+    async def _watch(self) -> None:
+        """Tell the clients that wait, again and again, once nothing was stored for `_STORE_S`."""
+        stored_s = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if not self._waiting or await self.latest.stores():
+                stored_s = time.monotonic()
+            elif time.monotonic() - stored_s > _STORE_S:
+                for feed in self._waiting:
+                    feed.stop(NotStoredError())
 
     async def _answer(self, turn: ClientTurn, number: int, feed: AnswerFeed) -> None:
         has_begun = False

@@ -116,6 +116,13 @@ class ClientTurn(Struct, frozen=True, kw_only=True):
 NO_WORKER: Final = "no_worker"
 
 
+class NotStoredError(NoWorkerError):
+    """The NATS server stores nothing, so requests and answers wait."""
+
+    def __init__(self) -> None:
+        super().__init__("the NATS server stores nothing")
+
+
 class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape
     """The error of a request, with its HTTP status and OpenAI's type, code and parameter."""
 
@@ -303,6 +310,9 @@ def fault_of(error: TurnkeepError) -> Fault:
             message = "the gateway has stopped, or its connection to the NATS server was closed"
             message += "; send the request again"
             return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_PAUSE_S)
+        case NotStoredError():
+            message = f"{error}; is its disk full? Free space there (see the runbook), then send this again"
+            return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_START_S)
         case FullServerError():
             message = "the NATS server has no connection left; close some, or raise its max_connections"
             return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_START_S)

@@ -20,6 +20,7 @@ from .errors import (
 )
 from .nats_client import is_clustered, is_full, refusal, unreachable
 from .redact import redact, shown
+from .writes import Writes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -65,6 +66,8 @@ class Connection:
         self._is_leaving = False
         self._may_be_refused = True  # until it is connected for the first time
         self._num_to_try = 1  # servers that were not tried yet
+        #: What waits until the log has stored it.
+        self.writes = Writes()
         #: Events that are set on every reconnection and on close.
         self.watchers: set[asyncio.Event] = set()
         self._connected = asyncio.Event()
@@ -180,6 +183,7 @@ class Connection:
     async def _on_reconnected(self) -> None:
         self.epoch += 1
         self._last_error = ""
+        self.writes.restart()
         self._connected.set()
         self._wake()
 
