@@ -34,8 +34,10 @@ from turnkeep_client.messages import (
     ForkPoint,
     Generated,
     Open,
+    decode_request,
 )
 from turnkeep_client.session import build
+from turnkeep_client.session_log import decoded
 from turnkeep_client.subjects import session_key
 
 from . import logged_answers
@@ -70,6 +72,8 @@ _CATCH_UP_S: Final = 1.0
 #: How long nothing may be stored until clients are told so, and how often that is looked at.
 _STORE_S: Final = 10.0
 _LOOK_S: Final = 1.0
+#: No gateway takes longer to cancel an answer, once it has seen that no other one's client waits for it.
+_JOIN_S: Final = 1.0
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
 
@@ -308,7 +312,7 @@ class Conversations:
                 self.index.lose(asked.session, history=True)
             raise
         finally:
-            asked.end_opening()
+            asked.end()
             self._leave(asked, feed)
             if plan.how != "repeated":
                 # Used until now: an answer may take longer than the idle time.
@@ -337,6 +341,10 @@ class Conversations:
             headers=_headers(turn, plan, feed.note),
             **plan.options,
         )
+        asked.send(generation)
+        if plan.is_claimed and asked.state == "running":
+            await generation.send()
+            await self._check_joined(asked, feed)
         if feed.stays:
             await generation.send()
             if feed.key_id:  # another gateway may have stored the request before
@@ -353,6 +361,17 @@ class Conversations:
         if asked.state == "running":
             self.index.answer(asked, result)
         return _with_appended(result, appended)
+
+    async def _check_joined(self, asked: IndexedRequest, feed: AnswerFeed) -> None:
+        """Wait until each gateway sees that a client here waits for the answer, which another one may cancel.
+
+        Raises `RequestFailedError` if one has cancelled it before; then the request is sent anew.
+        """
+        await asyncio.sleep(_JOIN_S)
+        wanted = logged_answers.answer_id(asked.session.name, feed.note)
+        found = (await logged_answers.find(self.client, {wanted}, conversation=False)).get(wanted)
+        if found and isinstance(found.result, Generated) and found.result.finish_reason == "cancelled":
+            raise RequestFailedError("id_conflict", "another gateway has cancelled it", retryable=True)
 
     def _release(self, turn: ClientTurn, session: IndexedSession, *, stays: bool) -> None:
         """Close a turn's session if no later turn can continue it."""
@@ -481,7 +500,10 @@ class Conversations:
             self.beside(self._cancel(asked))
 
     async def _cancel(self, asked: IndexedRequest) -> None:
-        """Ask the worker repeatedly to cancel an answer, until it ends: no later request gets this answer."""
+        """Ask the worker repeatedly to cancel an answer, until it ends: no later request here gets it.
+
+        An answer that another gateway's client may wait for goes on.
+        """
         pause_s = 0.0
         if asked.opening is not None:
             await asked.opening.wait()
@@ -489,7 +511,23 @@ class Conversations:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
             with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request
+                if await self._is_elsewhere(asked):
+                    return
                 await self.client.session(asked.session.name).cancel(asked.append or str(asked.name))
+
+    async def _is_elsewhere(self, asked: IndexedRequest) -> bool:
+        """Whether another gateway has sent this request too: its client may wait for the answer.
+
+        Raises `TurnkeepError` if the log cannot be read.
+        """
+        if asked.is_joined or not asked.last_seq:
+            return asked.is_joined
+        key = session_key(self.client.tenant, asked.session.name)
+        async for _, stored in self.client.stored.every(key, "in", asked.last_seq + 1):
+            request = decoded(decode_request, stored.body)
+            if request is not None and request.id == str(asked.name):
+                return True
+        return False
 
 
 def _ignore(_how: How, _result: Generated) -> None:
