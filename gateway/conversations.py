@@ -99,7 +99,7 @@ class Conversations:
         self._beginning: dict[str, AnswerFeed] = {}
         #: The answers whose clients wait.
         self._waiting: set[AnswerFeed] = set()
-        self.beside(self._watch())
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Fill the index from the log and start to remove idle sessions; later calls do nothing.
@@ -152,14 +152,14 @@ class Conversations:
         The other parameters are those of `AnswerFeed`.
         """
         feed = AnswerFeed(on_end, note, key_id, stays=stays)
-        self._waiting.add(feed)
+        self._wait(feed)
         self.beside(self._answer(turn, 0, feed))
         return feed
 
     def follow(self, found: LoggedAnswer) -> AnswerFeed:
         """Return a feed with all events of an answer in the log; the answer may still run."""
         feed = AnswerFeed(_ignore, found.note)
-        self._waiting.add(feed)
+        self._wait(feed)
         feed.following = self.beside(self._follow(found, feed))
         return feed
 
@@ -199,12 +199,18 @@ class Conversations:
         for asked in [*feed.running]:
             self._leave(asked, feed)
 
+    def _wait(self, feed: AnswerFeed) -> None:
+        """Note that a client waits for these answers, until `leave` or `abandon`."""
+        self._waiting.add(feed)
+        if self._watching is None or self._watching.done():
+            self._watching = self.beside(self._watch())
+
     async def _watch(self) -> None:
         """Tell the clients that wait, again and again, once nothing was stored for `_STORE_S`."""
         stored_s = time.monotonic()
-        while True:
+        while self._waiting:
             await asyncio.sleep(_LOOK_S)
-            if not self._waiting or await self.latest.stores():
+            if await self.latest.stores():
                 stored_s = time.monotonic()
             elif time.monotonic() - stored_s > _STORE_S:
                 for feed in self._waiting:
