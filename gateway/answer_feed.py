@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple
 
-from turnkeep_client.errors import ClientClosedError, TurnkeepError
+from turnkeep_client.errors import ClientClosedError, NoWorkerError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
 if TYPE_CHECKING:
@@ -76,6 +76,6 @@ class AnswerFeed:
         #: The task that follows an answer of the log; None for a new one.
         self.following: asyncio.Task[None] | None = None
 
-    def stop(self) -> None:
-        """End the events by an error, as the gateway stops. The answers go on."""
-        self.events.put_nowait((0, ClientClosedError("the gateway stops")))
+    def stop(self, why: NoWorkerError | None = None) -> None:
+        """End the events by an error: `why`, or that the gateway stops. The answers go on."""
+        self.events.put_nowait((0, why or ClientClosedError("the gateway stops")))

@@ -30,7 +30,7 @@ from .http.durable import HEADERS
 from .http.handlers import Handlers, Route
 from .image_fetcher import ImageFetcher
 from .metrics import Counters
-from .turn import WARNINGS, Fault, fault_of
+from .turn import WARNINGS, Fault, NotStoredError, fault_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
@@ -147,7 +147,10 @@ class Gateway:
         return as_json(guide.openapi(self.routes))
 
     async def _health(self, _: Request) -> Response:
-        ids = [one.name for one in await self._listing.all(self.access.keys.tenant, now=True)]
+        found = await self._listing.all(self.access.keys.tenant, now=True)
+        if not any(one.worker and one.worker.recorded for one in found):
+            raise NotStoredError
+        ids = [one.name for one in found]
         return as_json(
             {"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]})
         )

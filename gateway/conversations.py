@@ -34,8 +34,10 @@ from turnkeep_client.messages import (
     ForkPoint,
     Generated,
     Open,
+    decode_request,
 )
 from turnkeep_client.session import build
+from turnkeep_client.session_log import decoded
 from turnkeep_client.subjects import session_key
 
 from . import logged_answers
@@ -50,6 +52,7 @@ from .planning import groups_ahead, new_name, plan_apart
 from .planning import plan as make_plan
 from .recovery import recover
 from .removal import remove, sweep
+from .turn import NotStoredError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -66,6 +69,11 @@ log = logging.getLogger(__name__)
 
 #: How long to wait for the result of another request that has changed a session's position.
 _CATCH_UP_S: Final = 1.0
+#: How long nothing may be stored until clients are told so, and how often that is looked at.
+_STORE_S: Final = 10.0
+_LOOK_S: Final = 1.0
+#: No gateway takes longer to cancel an answer, once it has seen that no other one's client waits for it.
+_JOIN_S: Final = 1.0
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
 
@@ -89,6 +97,9 @@ class Conversations:
         self.latest = LatestMetrics(client)
         #: By `key_id`: the request with this idempotency key, while the log does not have it yet.
         self._beginning: dict[str, AnswerFeed] = {}
+        #: The answers whose clients wait.
+        self._waiting: set[AnswerFeed] = set()
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Fill the index from the log and start to remove idle sessions; later calls do nothing.
@@ -141,12 +152,14 @@ class Conversations:
         The other parameters are those of `AnswerFeed`.
         """
         feed = AnswerFeed(on_end, note, key_id, stays=stays)
+        self._wait(feed)
         self.beside(self._answer(turn, 0, feed))
         return feed
 
     def follow(self, found: LoggedAnswer) -> AnswerFeed:
         """Return a feed with all events of an answer in the log; the answer may still run."""
         feed = AnswerFeed(_ignore, found.note)
+        self._wait(feed)
         feed.following = self.beside(self._follow(found, feed))
         return feed
 
@@ -158,8 +171,11 @@ class Conversations:
         if (known := self.index.sessions.get(session)) is not None:
             self.index.drop(known)
         key, most_s = session_key(self.client.tenant, session), LAST_PAUSE_S
-        await self.client.submit(key, build(Open), timeout_s=most_s)  # only an open session can be forgotten
-        closing = await self.client.submit(key, build(Close, forget=True), timeout_s=most_s)
+        try:
+            await self.client.submit(key, build(Open), timeout_s=most_s)  # only an open one can be forgotten
+            closing = await self.client.submit(key, build(Close, forget=True), timeout_s=most_s)
+        except ResultTimeoutError:
+            raise NotStoredError from None
         with contextlib.suppress(ResultTimeoutError):  # the request is in the log: the worker will execute it
             expect(Closed, await closing)
 
@@ -170,13 +186,35 @@ class Conversations:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def leave(self, feed: AnswerFeed) -> None:
+        """Note that no client waits for these answers, which go on."""
+        self._waiting.discard(feed)
+
     def abandon(self, feed: AnswerFeed) -> None:
         """Stop waiting for these answers, and cancel each that no other client waits for."""
+        self.leave(feed)
         feed.is_abandoned = True
         if feed.following is not None:
             feed.following.cancel()
         for asked in [*feed.running]:
             self._leave(asked, feed)
+
+    def _wait(self, feed: AnswerFeed) -> None:
+        """Note that a client waits for these answers, until `leave` or `abandon`."""
+        self._waiting.add(feed)
+        if self._watching is None or self._watching.done():
+            self._watching = self.beside(self._watch())
+
+    async def _watch(self) -> None:
+        """Tell the clients that wait, again and again, once nothing was stored for `_STORE_S`."""
+        stored_s = time.monotonic()
+        while self._waiting:
+            await asyncio.sleep(_LOOK_S)
+            if await self.latest.stores():
+                stored_s = time.monotonic()
+            elif time.monotonic() - stored_s > _STORE_S:
+                for feed in self._waiting:
+                    feed.stop(NotStoredError())
 
     async def _answer(self, turn: ClientTurn, number: int, feed: AnswerFeed) -> None:
         has_begun = False
@@ -280,7 +318,7 @@ class Conversations:
                 self.index.lose(asked.session, history=True)
             raise
         finally:
-            asked.end_opening()
+            asked.end()
             self._leave(asked, feed)
             if plan.how != "repeated":
                 # Used until now: an answer may take longer than the idle time.
@@ -309,6 +347,10 @@ class Conversations:
             headers=_headers(turn, plan, feed.note),
             **plan.options,
         )
+        asked.send(generation)
+        if plan.is_claimed and asked.state == "running":
+            await generation.send()
+            await self._check_joined(asked, feed)
         if feed.stays:
             await generation.send()
             if feed.key_id:  # another gateway may have stored the request before
@@ -325,6 +367,17 @@ class Conversations:
         if asked.state == "running":
             self.index.answer(asked, result)
         return _with_appended(result, appended)
+
+    async def _check_joined(self, asked: IndexedRequest, feed: AnswerFeed) -> None:
+        """Wait until each gateway sees that a client here waits for the answer, which another one may cancel.
+
+        Raises `RequestFailedError` if one has cancelled it before; then the request is sent anew.
+        """
+        await asyncio.sleep(_JOIN_S)
+        wanted = logged_answers.answer_id(asked.session.name, feed.note)
+        found = (await logged_answers.find(self.client, {wanted}, conversation=False)).get(wanted)
+        if found and isinstance(found.result, Generated) and found.result.finish_reason == "cancelled":
+            raise RequestFailedError("id_conflict", "another gateway has cancelled it", retryable=True)
 
     def _release(self, turn: ClientTurn, session: IndexedSession, *, stays: bool) -> None:
         """Close a turn's session if no later turn can continue it."""
@@ -453,7 +506,10 @@ class Conversations:
             self.beside(self._cancel(asked))
 
     async def _cancel(self, asked: IndexedRequest) -> None:
-        """Ask the worker repeatedly to cancel an answer, until it ends: no later request gets this answer."""
+        """Ask the worker repeatedly to cancel an answer, until it ends: no later request here gets it.
+
+        An answer that another gateway's client may wait for goes on.
+        """
         pause_s = 0.0
         if asked.opening is not None:
             await asked.opening.wait()
@@ -461,7 +517,23 @@ class Conversations:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
             with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request
+                if await self._is_elsewhere(asked):
+                    return
                 await self.client.session(asked.session.name).cancel(asked.append or str(asked.name))
+
+    async def _is_elsewhere(self, asked: IndexedRequest) -> bool:
+        """Whether another gateway has sent this request too: its client may wait for the answer.
+
+        Raises `TurnkeepError` if the log cannot be read.
+        """
+        if asked.is_joined or not asked.last_seq:
+            return asked.is_joined
+        key = session_key(self.client.tenant, asked.session.name)
+        async for _, stored in self.client.stored.every(key, "in", asked.last_seq + 1):
+            request = decoded(decode_request, stored.body)
+            if request is not None and request.id == str(asked.name):
+                return True
+        return False
 
 
 def _ignore(_how: How, _result: Generated) -> None:

@@ -20,6 +20,7 @@ from . import boundaries
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from turnkeep_client.generation import Generation
     from turnkeep_client.messages import Appended, Generated
 
 #: The prefix of the names of gateways' sessions, and the tag of their forks.
@@ -103,6 +104,9 @@ class IndexedRequest:
     num_users: int = 0
     opening: asyncio.Event | None = None  # None once the session is in the log
     append: str | None = None  # the id of the append that runs before it
+    #: How this gateway has sent it: once for each client.
+    sent: list[Generation] = field(default_factory=list)
+    is_joined: bool = False  # whether another gateway, or this one before its start, has sent it first
 
     def claim(self, now_s: float) -> bool:
         """Let the caller's request have this answer, of a request from before the restart; only one may.
@@ -110,11 +114,26 @@ class IndexedRequest:
         Return False if this is no such answer, or another request has claimed it.
         """
         is_claimed, self.claim_until_s = self.claim_until_s > now_s, 0.0
+        self.is_joined = self.is_joined or is_claimed
         return is_claimed
 
     def join(self) -> None:
         """Add one to the clients that wait for the answer."""
         self.num_users += 1
+
+    def send(self, generation: Generation) -> None:
+        """Note that the request is sent, perhaps once more."""
+        self.sent.append(generation)
+
+    def end(self) -> None:
+        """Note that the request has a result, or failed."""
+        self.end_opening()
+        self.sent.clear()
+
+    @property
+    def last_seq(self) -> int:
+        """The highest sequence at which the log has this request from this gateway; 0 if none is known."""
+        return max((one.seq or 0 for one in self.sent), default=0)
 
     def leave(self) -> bool:
         """Subtract one from the clients that wait; return whether the answer runs and none waits now."""

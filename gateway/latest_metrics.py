@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from turnkeep_client.errors import NoServerError, NoWorkerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import UNLOADED
 
+from .turn import NotStoredError
+
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
@@ -50,6 +52,25 @@ class LatestMetrics:
             else:
                 self._seen_s = time.monotonic()
         return self._metrics
+
+    async def storing(self, *, patience_s: float) -> Metrics:
+        """Return the worker's metrics; wait up to `patience_s` while requests or answers are not stored.
+
+        Raises as `worker`, and `NotStoredError`.
+        """
+        until_s = time.monotonic() + patience_s
+        while not ((found := await self.worker(patience_s=patience_s)).recorded and self._client.stores):
+            if time.monotonic() >= until_s:
+                raise NotStoredError
+            await asyncio.sleep(_BETWEEN_S)
+        return found
+
+    async def stores(self) -> bool:
+        """Whether the NATS server stores requests and answers; also true if no worker answers."""
+        try:
+            return self._client.stores and (await self.worker()).recorded
+        except TurnkeepError:
+            return True
 
     async def _while_connected(self, asking: Coroutine[Any, Any, Metrics]) -> Metrics:
         """Wait for a worker's metrics. Raises `NoWorkerError`, also once NATS is disconnected."""

@@ -16,6 +16,7 @@ from msgspec import Struct
 from turnkeep_client.content_blocks import ContentError, sentences
 from turnkeep_client.errors import (
     ClientClosedError,
+    FullServerError,
     InvalidMessageError,
     MessageTooLargeError,
     NoServerError,
@@ -113,6 +114,13 @@ class ClientTurn(Struct, frozen=True, kw_only=True):
 
 #: The code of a `Fault` that says that no worker, or no NATS server, can be reached.
 NO_WORKER: Final = "no_worker"
+
+
+class NotStoredError(NoWorkerError):
+    """The NATS server stores nothing, so requests and answers wait."""
+
+    def __init__(self) -> None:
+        super().__init__("the NATS server stores nothing")
 
 
 class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape
@@ -302,6 +310,12 @@ def fault_of(error: TurnkeepError) -> Fault:
             message = "the gateway has stopped, or its connection to the NATS server was closed"
             message += "; send the request again"
             return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_PAUSE_S)
+        case NotStoredError():
+            message = f"{error}; is its disk full? Free space there (see the runbook), then send this again"
+            return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_START_S)
+        case FullServerError():
+            message = "the NATS server has no connection left; close some, or raise its max_connections"
+            return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_START_S)
         case NoWorkerError():
             missing = "NATS server can be reached" if isinstance(error, NoServerError) else "worker answers"
             message = f"no {missing}; `turnkeep serve` starts one"

@@ -418,6 +418,8 @@ class App:
             reasons.append("no connection to NATS")
         elif not self._members.has_record:
             reasons.append("this worker is not recorded on the prefix")
+        elif self._parts is not None and not self._parts.journal.writes.are_stored:
+            reasons.append("the NATS server stores nothing; is its disk full?")
         if self._stop.is_set():
             reasons.append("stopping")
         elif not (reasons or self.ready.is_set()):

@@ -36,7 +36,7 @@ def collect(parts: Parts) -> Metrics:
         device=model.device.name,
         others=tuple(sorted(ground.members.others)),
         drains=ground.members.me.drains,
-        recorded=ground.members.has_record,
+        recorded=ground.members.has_record and parts.journal.writes.are_stored,
         waiting=max(intake.num_sessions - engine.num_running, 0),
         waiting_for_memory=engine.num_waiting,
         returned=intake.num_returned,

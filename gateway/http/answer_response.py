@@ -109,7 +109,8 @@ class AnswerResponse(Response):
         try:
             await while_connected(receive, self._write(feed, send), feed.stop)
         finally:
-            if feed.stays and not self._is_over:
+            if feed.stays and (feed.running or not self._is_over):
+                self._conversations.leave(feed)
                 self._conversations.beside(self._drain(feed, self._accounting.running.pop_all()))
             else:
                 self._conversations.abandon(feed)  # without effect on answers that have ended

@@ -97,7 +97,7 @@ class Handlers:
             if key_id and turn.n > 1:
                 raise refused("n must be 1 with an Idempotency-Key", "n")
             conversations = await self._connections.of(key.tenant, model)
-            worker = await conversations.latest.worker(patience_s=self._patience_s)
+            worker = await conversations.latest.storing(patience_s=self._patience_s)
             turn = msgspec.structs.replace(
                 turn,
                 model=turn.model or worker.model,

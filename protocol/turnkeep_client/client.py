@@ -269,6 +269,11 @@ class Client:
         return self._wire.connected
 
     @property
+    def stores(self) -> bool:
+        """Whether the log stores what this client sends; also true if nothing waits, or disconnected."""
+        return self._wire.writes.are_stored or not self.connected
+
+    @property
     def closed(self) -> bool:
         """Whether the connection was closed for good: by `close`, or by the NATS server."""
         return self._wire.closed

@@ -11,14 +11,16 @@ import nats.errors
 
 from .errors import (
     ClientClosedError,
+    FullServerError,
     MessageTooLargeError,
     NoAnswerError,
     NoServerError,
     NotPermittedError,
     NoWorkerError,
 )
-from .nats_client import is_clustered, refusal, unreachable
+from .nats_client import is_clustered, is_full, refusal, unreachable
 from .redact import redact, shown
+from .writes import Writes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -64,6 +66,8 @@ class Connection:
         self._is_leaving = False
         self._may_be_refused = True  # until it is connected for the first time
         self._num_to_try = 1  # servers that were not tried yet
+        #: What waits until the log has stored it.
+        self.writes = Writes()
         #: Events that are set on every reconnection and on close.
         self.watchers: set[asyncio.Event] = set()
         self._connected = asyncio.Event()
@@ -74,8 +78,8 @@ class Connection:
     async def connect(self, url: str, timeout_s: float, **options: Any) -> None:
         """Connect to one of the URLs in `url`, which commas separate, within `timeout_s`.
 
-        `options` are those of nats-py's `connect`. Raises `NoServerError`, and `NotPermittedError` if a
-        server refuses the credentials or TLS.
+        `options` are those of nats-py's `connect`. Raises `NoServerError` (`FullServerError` if it has no
+        connection left), and `NotPermittedError` if a server refuses the credentials or TLS.
         """
         urls = url.split(",")
         self._num_to_try = len(urls)
@@ -97,7 +101,7 @@ class Connection:
         except (_UnreachedError, *NATS_ERRORS) as error:
             await self._nats.abandon()
             why = redact(self._last_error or str(error)) or f"no answer within {timeout_s} s"
-            raise NoServerError(f"no NATS server at {shown(url)}: {why}") from None
+            raise self._no_server(f"no NATS server at {shown(url)}: {why}") from None
         self._may_be_refused = False
         self._connected.set()
 
@@ -149,8 +153,12 @@ class Connection:
         if self.closed:
             return ClientClosedError(f"{what}: {self.why_closed}")
         if isinstance(error, _LOST_ERRORS) or not self.connected:
-            return NoServerError(f"{what}: the connection to the NATS server is lost ({why})")
+            return self._no_server(f"{what}: the connection to the NATS server is lost ({why})")
         return NoAnswerError(f"{what}: {why}")
+
+    def _no_server(self, message: str) -> NoServerError:
+        """Return the error to raise while there is no connection; its class says if the server is full."""
+        return (FullServerError if is_full(self._last_error) else NoServerError)(message)
 
     def _wake(self) -> None:
         for watcher in self.watchers:
@@ -174,6 +182,8 @@ class Connection:
 
     async def _on_reconnected(self) -> None:
         self.epoch += 1
+        self._last_error = ""
+        self.writes.restart()
         self._connected.set()
         self._wake()
 

@@ -119,6 +119,10 @@ class NoServerError(NoWorkerError, ConnectionError):
     """There is no NATS server at the address, or the connection to the server is lost at the moment."""
 
 
+class FullServerError(NoServerError):
+    """The NATS server is there, but has no connection left (its `max_connections`)."""
+
+
 class NoAnswerError(NoWorkerError):
     """The NATS server can be reached, but a request got no worker's answer; the message says why.
 

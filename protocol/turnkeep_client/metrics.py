@@ -146,7 +146,7 @@ class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     others: Annotated[tuple[str, ...], Meta(description="the prefix's other running workers")] = ()
     drains: Annotated[bool, _gauge("1 while the worker gives its sessions to the others.")] = False
     recorded: Annotated[
-        bool, _gauge("0 while the worker cannot renew its record in JetStream, as on a full disk.")
+        bool, _gauge("0 while JetStream stores nothing of the worker, as on a full disk.")
     ] = True
     uptime_s: Annotated[float, _gauge("Time since the worker started.")]
     requests: Annotated[

@@ -37,6 +37,8 @@ PING_S: Final = 5.0
 NUM_PINGS: Final = 3
 #: Why a server closes a connection that it has just accepted.
 _FULL: Final = "the server closed the connection at once, as one does that has none left (max_connections)"
+#: What such a server says, if the client can still read it.
+_FULL_SAID: Final = "maximum connections exceeded"
 #: asyncio's warning at the end of every TLS connection of nats-py, which begins without TLS.
 _NO_NEWS: Final = "returning true from eof_received() has no effect when using ssl"
 
@@ -85,6 +87,11 @@ def unreachable(error: Exception) -> str | None:
     if sys.platform == "darwin" and error.errno == errno.EHOSTUNREACH:
         why += "; allow the program in System Settings, Privacy & Security, Local Network"
     return why
+
+
+def is_full(why: str) -> bool:
+    """Whether the text of an error says that a server has no connection left for anybody."""
+    return _FULL in why or _FULL_SAID in why.lower()
 
 
 def server_id(connection: Client) -> str:

@@ -100,6 +100,10 @@ class NatsWire(Connection):
         Waits for a lost server without limit. Raises `NoAnswerError` if there is no log, `RequestFailedError`
         if the log refuses the message, `MessageTooLargeError`, `NotPermittedError` and `ClientClosedError`.
         """
+        with self.writes.waiting():
+            return await self._publish(subject, body, headers)
+
+    async def _publish(self, subject: str, body: bytes, headers: dict[str, str] | None) -> int:
         patience_s, num_refusals, is_doubtful = FIRST_ACK_S, 0, False
         while True:
             await self._connected.wait()

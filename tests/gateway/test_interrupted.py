@@ -19,7 +19,7 @@ from crafted import LETTERS
 from openai import AsyncOpenAI
 from parts import free_port, until
 
-from gateway import removal
+from gateway import conversations, removal
 from turnkeep_client.errors import NoAnswerError
 from turnkeep_client.messages import (
     Close,
@@ -449,6 +449,42 @@ async def test_a_disconnected_clients_answer_is_cancelled_and_can_be_continued_f
         task.cancel()
         await cancelled(worker.client, name)
     await until(lambda: not any(held.num_running for held in served.index.sessions.values()))
+
+
+@pytest.mark.serves("endless_model")
+@pytest.mark.parametrize("leaves", ["the first client", "the second client", "the first client at once"])
+async def test_a_client_that_leaves_cancels_no_answer_that_a_client_of_another_gateway_has_joined(
+    worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch, leaves: str
+) -> None:
+    """The other gateway's first request joins it, as it may be the repeat of one whose gateway has died."""
+    asked, one, two = question("Begin.", 3_000), Followed(), Followed()
+    first, second = await gateway(), await gateway()
+    if leaves == "the first client at once":  # so that the cancel comes just before the join
+        find = conversations.recover
+
+        async def recovered(*args: Any) -> None:
+            await find(*args)
+            tasks[0].cancel()
+            await cancelled(worker.client, one.session)
+
+        tasks = [asyncio.create_task(one.follow(first.url, asked))]
+        await until(lambda: len(one.text) > 20)
+        monkeypatch.setattr(conversations, "recover", recovered)
+        await two.follow(second.url, asked)
+        assert len(two.text) > len(one.text)
+        assert two.lines[-2] == "data: [DONE]"
+        return
+    tasks = [asyncio.create_task(one.follow(first.url, asked))]
+    await until(lambda: len(one.text) > 20)
+    tasks.append(asyncio.create_task(two.follow(second.url, asked)))
+    await until(lambda: len(two.text) > 20)
+    assert two.session == f"{one.session.split()[0]} repeated"
+    leaving, staying = tasks if leaves == "the first client" else reversed(tasks)
+    leaving.cancel()
+    assert not staying.done()
+    await staying
+    result, *_ = await recorded(worker.client, one.session)
+    assert (result.finish_reason, max(one.text, two.text, key=len)) == ("length", result.text)
 
 
 async def test_a_chat_completion_deleted_while_no_worker_runs_is_removed_by_the_next_worker(

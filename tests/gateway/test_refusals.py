@@ -21,6 +21,7 @@ from gateway.turn import Fault, fault_of, renamed
 from ops.log.sessions import list_sessions
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.errors import (
+    FullServerError,
     InvalidMessageError,
     MessageTooLargeError,
     NoServerError,
@@ -125,6 +126,7 @@ ERRORS: list[tuple[TurnkeepError | Fault, int, str | None, str]] = [
     (failed("internal", retryable=True), 500, None, "api_error"),
     (failed("of_a_later_version", retryable=True), 500, None, "api_error"),
     (NoServerError("nobody"), 503, "no_worker", "overloaded_error"),
+    (FullServerError("nobody"), 503, "no_worker", "overloaded_error"),
     (MessageTooLargeError("large"), 413, "request_too_large", "request_too_large"),
     (InvalidMessageError("logprob must be a number"), 500, None, "api_error"),
     (ResultRemovedError("gone"), 500, None, "api_error"),

@@ -17,6 +17,7 @@ import pytest
 
 from tests.commands.command_runs import command, where
 from tests.parts import free_port
+from turnkeep_client import writes
 from turnkeep_client.errors import TurnkeepError
 from worker import app as app_module
 from worker import model_process
@@ -160,6 +161,29 @@ async def test_the_ready_probe_fails_if_the_worker_cannot_renew_its_cluster_memb
     await unready(worker.app)
     assert (await worker.client.worker_metrics()).recorded
     assert "is the disk of its server full?" not in (await command("info", *where(worker))).stdout
+
+
+@pytest.mark.parametrize("stream", ["log_stream", "token_stream"])
+async def test_the_ready_probe_fails_and_the_metrics_say_so_while_a_stream_acknowledges_no_write(
+    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    """As on a full disk. The record is still renewed then, as it is in the server's memory."""
+    worker = await local_worker()
+    js = worker.app._nc.jetstream()  # type: ignore[union-attr]
+    config = (await js.stream_info(getattr(worker.client.subjects, stream))).config
+    monkeypatch.setattr(writes, "UNSTORED_S", 0.5)
+    generation = worker.client.session("s").generate(text="a", max_tokens=1)
+    if stream == "token_stream":
+        await js.update_stream(config.evolve(no_ack=True))
+    await generation.send()
+    if stream == "log_stream":
+        await js.update_stream(config.evolve(no_ack=True))
+    await unready(worker.app, "the NATS server stores nothing; is its disk full?")
+    assert not (await worker.client.worker_metrics()).recorded
+    await js.update_stream(config)
+    await generation
+    await unready(worker.app)
+    assert (await worker.client.worker_metrics()).recorded
 
 
 async def test_the_ready_probe_fails_with_the_reason_if_the_workers_device_thread_hangs(

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
     from turnkeep_client.subjects import SessionKey, Subjects
+    from turnkeep_client.writes import Writes
 
     from .consistent_reads import StoredMessage
 
@@ -60,9 +61,17 @@ class AnswerChunks:
     """Publishes and reads the chunks in the token stream, retrying as `Journal` does. Event loop only."""
 
     def __init__(
-        self, nc: Client, js: JetStreamContext, subjects: Subjects, log_reads: ConsistentReads, *, model: str
+        self,
+        nc: Client,
+        js: JetStreamContext,
+        subjects: Subjects,
+        log_reads: ConsistentReads,
+        writes: Writes,
+        *,
+        model: str,
     ) -> None:
-        """`model` goes into the header of each first chunk."""
+        """`model` goes into the header of each first chunk; `writes` counts what is not stored yet."""
+        self._writes = writes
         self._nc = nc
         self._js = js
         self._subjects = subjects
@@ -135,9 +144,10 @@ class AnswerChunks:
         said = {MODEL_HEADER: self._model, HISTORY_HEADER: base} if is_first else {}
         headers = {name: value for name, value in said.items() if value}
         checks = is_first or resumes
-        return await self._publish(
-            key, request_id, encode(chunk), after, chunk.seq or 0, server, headers, checks=checks
-        )
+        with self._writes.waiting():
+            return await self._publish(
+                key, request_id, encode(chunk), after, chunk.seq or 0, server, headers, checks=checks
+            )
 
     async def seal(self, key: SessionKey, request_id: str, seq: int, after: int, *, server: str) -> None:
         """Prevent all workers from publishing a chunk of the request at `seq` after the message at `after`.
@@ -147,7 +157,8 @@ class AnswerChunks:
         or if the NATS server process is not `server` any more.
         """
         headers = {SEALED_HEADER: f"{seq} {self._name}"}
-        await self._publish(key, request_id, b"", after, seq, server, headers)
+        with self._writes.waiting():
+            await self._publish(key, request_id, b"", after, seq, server, headers)
 
     async def _publish(
         self,

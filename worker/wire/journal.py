@@ -22,6 +22,7 @@ from turnkeep_client.log import EXPECT_HEADER
 from turnkeep_client.messages import decode_result, encode, failure
 from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
+from turnkeep_client.writes import Writes
 from worker.process.clock import monotonic
 
 from .chunks import AnswerChunks
@@ -78,7 +79,9 @@ class Journal:
         self._subjects = subjects
         self._reads = ConsistentReads(nc, js, subjects.log_stream)
         self.room = LogRoom(nc, js, subjects.log_stream)
-        self.chunks = AnswerChunks(nc, js, subjects, self._reads, model=model)
+        #: What waits until it is stored.
+        self.writes = Writes()
+        self.chunks = AnswerChunks(nc, js, subjects, self._reads, self.writes, model=model)
         self._time_s = 0.0  # the server's clock minus the monotonic one
 
     @property
@@ -159,6 +162,12 @@ class Journal:
         the session, or if the session was read from another `server` process than the current one,
         `TooLargeError` if the stream does not permit its size.
         """
+        with self.writes.waiting():
+            return await self._commit(key, body, after, headers, server)
+
+    async def _commit(
+        self, key: SessionKey, body: bytes, after: int, headers: Mapping[str, str], server: str
+    ) -> int:
         subject = self._subjects.of(key, "commit")
         pause_s = 0.1
         while True:
@@ -198,6 +207,10 @@ class Journal:
         await self._append(self._subjects.erased(tenant), body)
 
     async def _append(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> None:
+        with self.writes.waiting():
+            await self._append_patiently(subject, body, headers)
+
+    async def _append_patiently(self, subject: str, body: bytes, headers: dict[str, str] | None) -> None:
         pause_s = 0.1
         while True:
             try:

@@ -606,7 +606,7 @@ export interface Metrics {
   others?: readonly string[];
   /** 1 while the worker gives its sessions to the others. */
   drains?: boolean;
-  /** 0 while the worker cannot renew its record in JetStream, as on a full disk. */
+  /** 0 while JetStream stores nothing of the worker, as on a full disk. */
   recorded?: boolean;
   /** Time since the worker started. */
   uptime_s: number;
