@@ -263,7 +263,9 @@ class Cluster:
     def _worker(self, name: str, load: int) -> Any:
         others = {one.worker: one for one in self.members.values() if one.worker != name}
         me = self.members[name]
-        members = SimpleNamespace(me=me, others=others, has_record=True, knows=lambda _: True)
+        members = SimpleNamespace(
+            me=me, others=others, has_record=True, knows=lambda _: True, has_reconnected=lambda _: False
+        )
         intake = SimpleNamespace(
             at_work=self.at_work[name],
             num_sessions=load,
@@ -465,7 +467,10 @@ def test_a_worker_remembers_only_the_owners_of_the_sessions_that_it_looked_up_mo
     """After it was paused, it remembers none."""
     monkeypatch.setattr("worker.cluster.owners._MAX_REMEMBERED", 2)
     members = SimpleNamespace(
-        me=SimpleNamespace(boot="me", drains=False), others={"b": None}, has_record=True
+        me=SimpleNamespace(boot="me", drains=False),
+        others={"b": None},
+        has_record=True,
+        has_reconnected=lambda _: False,
     )
     parts: Any = [None, members, None, SimpleNamespace(at_work=set())]
     owners, keys = Owners(*parts), [SessionKey(tenant, "s") for tenant in "xyz"]

@@ -29,6 +29,7 @@ from worker.models.blas import preload  # noqa: E402
 
 preload()  # as a worker does, before anything imports MLX
 
+import anyio  # noqa: E402
 import msgspec  # noqa: E402
 import nats.errors  # noqa: E402
 import psutil  # noqa: E402
@@ -78,18 +79,19 @@ GIVEN_UP = f"({CONSTANTS.max_attempts} attempts)"
 async def folder() -> AsyncIterator[Path]:
     """Yield a temporary folder for one run. It is kept if the run fails, and removed otherwise.
 
-    SIGTERM ends the run as Ctrl-C does, which stops the workers.
+    SIGTERM ends the run, and so its workers, with code 143.
     """
-    run = asyncio.current_task()
-    assert run is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, run.cancel)
-    path = Path(tempfile.mkdtemp(prefix="turnkeep-soak-"))
-    try:
-        yield path
-    except BaseException:
-        print(f"what is left of the run is in {path}", file=sys.stderr)
-        raise
-    shutil.rmtree(path)
+    with anyio.CancelScope() as run:  # it cancels again where nats-py swallows a cancel
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, run.cancel)
+        path = Path(tempfile.mkdtemp(prefix="turnkeep-soak-"))
+        try:
+            yield path
+        except BaseException:
+            print(f"what is left of the run is in {path}", file=sys.stderr)
+            raise
+        shutil.rmtree(path)
+    if run.cancelled_caught:
+        sys.exit(128 + signal.SIGTERM)
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:

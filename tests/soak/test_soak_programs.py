@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,7 @@ def test_a_program_that_sigterm_ends_leaves_no_process_and_says_where_its_files_
         _, said = running.communicate(timeout=60)
     finally:
         running.kill()
+    assert running.returncode == 128 + signal.SIGTERM
     assert f"what is left of the run is in {tmp_path}" in said.decode()
     _, alive = psutil.wait_procs(left, timeout=10)
     for one in alive:
