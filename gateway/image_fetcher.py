@@ -7,8 +7,9 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
+from ssl import SSLCertVerificationError
 from typing import TYPE_CHECKING, Any, Final
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from msgspec.structs import replace
@@ -77,7 +78,7 @@ class ImageFetcher:
             error.close()  # else its connection stays open until it is collected
             raise refused(f"the image cannot be fetched: status {error.code}", link.where) from None
         except (OSError, ValueError, HTTPException) as error:
-            raise refused(f"the image cannot be fetched: {type(error).__name__}", link.where) from None
+            raise refused(f"the image cannot be fetched: {_why(error)}", link.where) from None
         with parts_checked():
             return check_image(data, link.where)
 
@@ -115,6 +116,14 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         """Follow a redirect to one of the hosts. Raises `Fault` for others."""
         self._fetcher.check(newurl, self._where)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _why(error: Exception) -> str:
+    """Return in a few words why a fetch failed; `URLError` only holds the reason."""
+    reason = error.reason if isinstance(error, URLError) else error
+    if isinstance(reason, SSLCertVerificationError):
+        return f"the gateway cannot verify its host's certificate ({reason.verify_message})"
+    return type(reason).__name__ if isinstance(reason, BaseException) else reason
 
 
 def _renamed(message: Message, digests: Mapping[str, str]) -> Message:

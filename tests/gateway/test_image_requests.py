@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import ssl
+import subprocess
 import threading
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Iterator
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -18,7 +22,7 @@ from gateway.boundaries import chain
 from gateway.dialects.openai import chat
 from gateway.image_fetcher import ImageFetcher
 from gateway.turn import ClientTurn, Fault
-from tests.parts import png
+from tests.parts import free_port, png
 from turnkeep_client.images import MOST_BYTES, files_of, images_in
 
 Start = Any
@@ -238,6 +242,35 @@ async def test_the_gateway_fetches_image_urls_only_from_the_hosts_that_its_setti
         with pytest.raises(Fault, match=why) as refused:
             await fetched(path, *hosts)
         assert (refused.value.status, refused.value.param) == (400, "messages[0].content[0]"), path
+
+
+@pytest.fixture
+def self_signed(tmp_path: Path) -> ssl.SSLContext:
+    """Return the TLS context of a server with a certificate that no client knows."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-nodes", "-subj", "/CN=127.0.0.1", "-keyout", "key.pem", "-out", "own.pem"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(tmp_path / "own.pem", tmp_path / "key.pem")
+    return context
+
+
+async def test_a_refusal_of_an_image_url_says_that_its_hosts_certificate_cannot_be_verified(
+    self_signed: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some Pythons come without any certificates: 'URLError' would not say that these are what lacks."""
+    monkeypatch.setenv("no_proxy", "*")
+
+    async def refused(port: int) -> str:
+        link = {"type": "image_url", "image_url": {"url": f"https://127.0.0.1:{port}/a.png"}}
+        with pytest.raises(Fault) as caught:
+            await ImageFetcher(["127.0.0.1"]).fetched(read({"role": "user", "content": [link]}))
+        return caught.value.message
+
+    async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=self_signed) as server:
+        says = await refused(server.sockets[0].getsockname()[1])
+    assert "cannot verify its host's certificate (self-signed certificate)" in says
+    assert await refused(free_port()) == "the image cannot be fetched: ConnectionRefusedError"
 
 
 async def test_a_conversation_with_an_image_url_continues_in_its_session(

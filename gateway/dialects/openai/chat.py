@@ -175,8 +175,10 @@ def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
             raise refused("none of the allowed tools is among the tools", "tool_choice")
     options: dict[str, Any] = {"tools": tools}
     if isinstance(choice, _Chosen):
-        if choice.type != "function" or choice.function is None:
+        if choice.type != "function":
             raise refused(f"a tool_choice of the type {choice.type} is not supported", "tool_choice")
+        if choice.function is None:
+            raise refused("a tool_choice needs the field function, with its name", "tool_choice")
         options["tool_choice"] = {"type": "function", "function": {"name": choice.function.name}}
     elif choice is not None:
         options["tool_choice"] = choice

@@ -192,6 +192,9 @@ def _tools(
             kinds[name] = {field: value for field, value in kind.items() if value is not None}
     if isinstance(choice, _Choice):
         if choice.type in {"function", "custom"}:
+            if not choice.name:
+                why = f"a tool_choice of the type {choice.type} has no name: it is beside type"
+                raise refused(why, "tool_choice")
             name = called_name(choice.namespace, choice.name)
             choice = {"type": "function", "function": {"name": name}}  # type: ignore[assignment]
         elif allowed is not None:
