@@ -219,6 +219,11 @@ class NatsServer:
             time.sleep(0.02)
         raise RuntimeError("nats-server did not start")
 
+    def pause(self) -> None:
+        """Have the server read and answer nothing until it is killed."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End the server by a signal, and wait until it has ended."""
         if self._process is not None:

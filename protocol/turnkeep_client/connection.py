@@ -70,6 +70,7 @@ class Connection:
         self.writes = Writes()
         #: Events that are set on every reconnection and on close.
         self.watchers: set[asyncio.Event] = set()
+        self._attempts: set[asyncio.Timeout] = set()
         self._connected = asyncio.Event()
         self._last_error = ""
         #: The server's last permission errors, as text.
@@ -160,9 +161,20 @@ class Connection:
         """Return the error to raise while there is no connection; its class says if the server is full."""
         return (FullServerError if is_full(self._last_error) else NoServerError)(message)
 
+    async def _on_one_connection(self, call: Awaitable[_T]) -> _T:
+        """Await the answer to a call; raise `TimeoutError` upon reconnection, which no answer outlives."""
+        async with asyncio.timeout(None) as attempt:
+            self._attempts.add(attempt)
+            try:
+                return await cancellable(call)
+            finally:
+                self._attempts.discard(attempt)
+
     def _wake(self) -> None:
         for watcher in self.watchers:
             watcher.set()
+        while self._attempts:
+            self._attempts.pop().reschedule(0)  # which has passed
 
     async def _on_error(self, error: Exception) -> None:
         if self._may_be_refused and (why := refusal(error)):

@@ -109,7 +109,7 @@ class NatsWire(Connection):
             await self._connected.wait()
             self._check(body, headers)
             try:
-                ack = await cancellable(
+                ack = await self._on_one_connection(
                     self._jetstream.publish(subject, body, timeout=patience_s, headers=headers)
                 )
             except NoStreamResponseError:

@@ -594,6 +594,21 @@ async def test_the_clients_error_names_another_nats_stream_that_has_taken_the_su
         await client.session("s1").append(text="a")
 
 
+async def test_a_request_that_a_killed_nats_server_did_not_store_is_sent_again_upon_reconnection(
+    client: Client, worker: FakeWorker, server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No later connection brings its acknowledgement; while it waited, the log seemed to store nothing."""
+    monkeypatch.setattr("turnkeep_client.wire.FIRST_ACK_S", 60.0)
+    server.pause()
+    appending = asyncio.create_task(client.session("s1").append(text="a"))
+    await asyncio.sleep(0.2)
+    assert not appending.done()
+    server.kill()
+    server.start()
+    async with asyncio.timeout(20):
+        assert (await appending).tokens == 3
+
+
 async def test_a_client_request_above_the_size_limit_of_the_nats_server_or_the_log_is_refused(
     client: Client, worker: FakeWorker
 ) -> None:
