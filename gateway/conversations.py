@@ -526,12 +526,13 @@ class Conversations:
 
         Raises `TurnkeepError` if the log cannot be read.
         """
-        if asked.is_joined or not asked.last_seq:
+        if asked.is_joined or not asked.own_seqs:
             return asked.is_joined
         key = session_key(self.client.tenant, asked.session.name)
-        async for _, stored in self.client.stored.every(key, "in", asked.last_seq + 1):
+        async for _, stored in self.client.stored.every(key, "in", min(asked.own_seqs)):
             request = decoded(decode_request, stored.body)
-            if request is not None and request.id == str(asked.name):
+            is_own = stored.seq in asked.own_seqs
+            if not is_own and request is not None and request.id == str(asked.name):
                 return True
         return False
 

@@ -131,9 +131,9 @@ class IndexedRequest:
         self.sent.clear()
 
     @property
-    def last_seq(self) -> int:
-        """The highest sequence at which the log has this request from this gateway; 0 if none is known."""
-        return max((one.seq or 0 for one in self.sent), default=0)
+    def own_seqs(self) -> set[int]:
+        """The sequences at which the log is known to have this request from this gateway."""
+        return {one.seq for one in self.sent if one.seq}
 
     def leave(self) -> bool:
         """Subtract one from the clients that wait; return whether the answer runs and none waits now."""
