@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 #: How long to wait for the result of another request that has changed a session's position.
 _CATCH_UP_S: Final = 1.0
-#: How long nothing may be stored until clients are told so, and how often that is looked at.
+#: How long `LatestMetrics.stores` must be false until clients are told so, and how often that is looked at.
 _STORE_S: Final = 10.0
 _LOOK_S: Final = 1.0
 #: No gateway takes longer to cancel an answer, once it has seen that no other one's client waits for it.
@@ -206,7 +206,7 @@ class Conversations:
             self._watching = self.beside(self._watch())
 
     async def _watch(self) -> None:
-        """Tell the clients that wait, again and again, once nothing was stored for `_STORE_S`."""
+        """Tell the clients that wait, again and again, while nothing is stored, and was not for `_STORE_S`."""
         stored_s = time.monotonic()
         while self._waiting:
             await asyncio.sleep(_LOOK_S)

@@ -488,7 +488,7 @@ async def test_a_client_that_leaves_cancels_no_answer_that_a_client_of_another_g
 
 
 @pytest.mark.serves("endless_model")
-async def test_two_clients_of_a_gateway_that_leave_cancel_no_answer_that_another_gateways_client_joined_between(
+async def test_two_clients_that_leave_a_gateway_cancel_no_answer_that_another_ones_client_joined_between(
     worker: Any, gateway: Any
 ) -> None:
     asked, clients = question("Begin.", 3_000, temperature=0.0), [Followed(), Followed(), Followed()]
