@@ -206,7 +206,7 @@ class Conversations:
             self._watching = self.beside(self._watch())
 
     async def _watch(self) -> None:
-        """Tell the clients that wait, again and again, while nothing is stored, and was not for `_STORE_S`."""
+        """Tell the clients that wait, again and again, once nothing was stored for `_STORE_S`."""
         stored_s = time.monotonic()
         while self._waiting:
             await asyncio.sleep(_LOOK_S)

@@ -126,9 +126,10 @@ class IndexedRequest:
         self.sent.append(generation)
 
     def end(self) -> None:
-        """Note that the request has a result, or failed."""
+        """Note that a client's request has a result, or failed; another one's may still run."""
         self.end_opening()
-        self.sent.clear()
+        if self.state != "running":
+            self.sent.clear()
 
     @property
     def own_seqs(self) -> set[int]:
