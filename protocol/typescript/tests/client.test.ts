@@ -693,8 +693,9 @@ test("a limit may be of any length, also none", async () => {
 test("a number of attempts may be without limit too", async () => {
   assert.equal(await retry(async () => 1, { attempts: Infinity }), 1);
   await using own = await connect({ servers, tenant: run, maxReconnectAttempts: Infinity, maxPingOut: Infinity });
-  const fields = { most: Infinity, max_tokens: 1, messages: [{ role: "user", content: "x" }] };
-  assert.equal((await runTools(own.session("unlimited"), {}, fields)).tokens.length, 1);
+  const messages: turnkeep.Message[] = [{ role: "user", content: "x" }];
+  const answer = await runTools(own.session("unlimited"), {}, { most: Infinity, max_tokens: 1, messages });
+  assert.equal(answer.tokens.length, 1);
 });
 
 test("a request that was read back may be sent to another session", async () => {
