@@ -28,11 +28,10 @@ def noted(data_dir: Path, url: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
-            file = stack.enter_context(path.open("x", encoding="utf-8"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # until this process ends, however it does
-            file.write(url)
-            file.flush()
+            file = stack.enter_context(path.open("xb", buffering=0))  # else its close writes again
             stack.callback(_remove, path, os.fstat(file.fileno()))
+            fcntl.flock(file, fcntl.LOCK_EX)  # until this process ends, however it does
+            file.write(url.encode())
         yield
 
 

@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 #: How long to wait for the result of another request that has changed a session's position.
 _CATCH_UP_S: Final = 1.0
-#: How long nothing may be stored until clients are told so, and how often that is looked at.
+#: How long `LatestMetrics.stores` must be false until clients are told so, and how often that is looked at.
 _STORE_S: Final = 10.0
 _LOOK_S: Final = 1.0
 #: No gateway takes longer to cancel an answer, once it has seen that no other one's client waits for it.
@@ -526,12 +526,13 @@ class Conversations:
 
         Raises `TurnkeepError` if the log cannot be read.
         """
-        if asked.is_joined or not asked.last_seq:
+        if asked.is_joined or not asked.own_seqs:
             return asked.is_joined
         key = session_key(self.client.tenant, asked.session.name)
-        async for _, stored in self.client.stored.every(key, "in", asked.last_seq + 1):
+        async for _, stored in self.client.stored.every(key, "in", min(asked.own_seqs)):
             request = decoded(decode_request, stored.body)
-            if request is not None and request.id == str(asked.name):
+            is_own = stored.seq in asked.own_seqs
+            if not is_own and request is not None and request.id == str(asked.name):
                 return True
         return False
 

@@ -126,14 +126,15 @@ class IndexedRequest:
         self.sent.append(generation)
 
     def end(self) -> None:
-        """Note that the request has a result, or failed."""
+        """Note that a client's request has a result, or failed; another one's may still run."""
         self.end_opening()
-        self.sent.clear()
+        if self.state != "running":
+            self.sent.clear()
 
     @property
-    def last_seq(self) -> int:
-        """The highest sequence at which the log has this request from this gateway; 0 if none is known."""
-        return max((one.seq or 0 for one in self.sent), default=0)
+    def own_seqs(self) -> set[int]:
+        """The sequences at which the log is known to have this request from this gateway."""
+        return {one.seq for one in self.sent if one.seq}
 
     def leave(self) -> bool:
         """Subtract one from the clients that wait; return whether the answer runs and none waits now."""

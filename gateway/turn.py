@@ -311,7 +311,8 @@ def fault_of(error: TurnkeepError) -> Fault:
             message += "; send the request again"
             return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_PAUSE_S)
         case NotStoredError():
-            message = f"{error}; is its disk full? Free space there (see the runbook), then send this again"
+            message = f"{error}; is its disk full? Free space there (see the runbook), or start more servers"
+            message += " of its cluster, then send this again"
             return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_START_S)
         case FullServerError():
             message = "the NATS server has no connection left; close some, or raise its max_connections"

@@ -380,6 +380,7 @@ class App:
             if why is not None:
                 self._fail(why)
         if self._parts is not None:
+            self._parts.journal.writes.restart()
             await self._parts.intake.pull_again()
             self._parts.overheard.forget()
             self._parts.owners.reconnected()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -142,6 +143,17 @@ def test_a_gateway_that_ends_leaves_the_note_of_a_later_gateway(tmp_path: Path) 
     assert not [*tmp_path.iterdir()]
     (tmp_path / "gateway").write_text("http://127.0.0.1:5")
     assert noted_gateway(tmp_path) is None, "it was killed"
+
+
+def test_a_gateway_that_cannot_write_its_note_on_a_full_disk_ends_without_an_error(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with noted(tmp_path, "http://127.0.0.1:1"):
+            assert noted_gateway(tmp_path) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.process

@@ -255,6 +255,20 @@ def test_requests_that_differ_in_sampling_options_or_answer_index_have_different
     assert len(digests) == 6
 
 
+def test_a_repeat_that_fails_while_the_first_request_runs_leaves_known_where_the_log_has_them() -> None:
+    """Else a client that leaves would cancel an answer that another gateway's client waits for."""
+    asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
+    for seq in (5, 9):
+        sent: Any = SimpleNamespace(seq=seq)
+        asked.send(sent)
+    asked.fail(may_still_run=True)
+    asked.end()
+    assert asked.own_seqs == {5, 9}
+    asked.fail()
+    asked.end()
+    assert not asked.own_seqs
+
+
 def test_once_the_append_of_a_large_request_has_ended_the_gateway_no_longer_cancels_that_append() -> None:
     asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
     asked.begin_append("append")

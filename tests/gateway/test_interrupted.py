@@ -487,6 +487,25 @@ async def test_a_client_that_leaves_cancels_no_answer_that_a_client_of_another_g
     assert (result.finish_reason, max(one.text, two.text, key=len)) == ("length", result.text)
 
 
+@pytest.mark.serves("endless_model")
+async def test_two_clients_that_leave_a_gateway_cancel_no_answer_that_another_ones_client_joined_between(
+    worker: Any, gateway: Any
+) -> None:
+    asked, clients = question("Begin.", 3_000, temperature=0.0), [Followed(), Followed(), Followed()]
+    first, second = await gateway(), await gateway()
+    tasks = []
+    for one, served in zip(clients, (first, second, first), strict=True):
+        tasks.append(asyncio.create_task(one.follow(served.url, asked)))
+        await until(lambda: len(one.text) > 20)  # noqa: B023
+    assert len({one.session.split()[0] for one in clients}) == 1
+    tasks[0].cancel()
+    tasks[2].cancel()
+    assert not tasks[1].done()
+    await tasks[1]
+    result, *_ = await recorded(worker.client, clients[0].session)
+    assert (result.finish_reason, clients[1].text) == ("length", result.text)
+
+
 async def test_a_chat_completion_deleted_while_no_worker_runs_is_removed_by_the_next_worker(
     local_worker: Any, door: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from gateway.dialects.anthropic import common as anthropic
 from gateway.dialects.anthropic import messages
 from gateway.dialects.responses import requests as responses
 from gateway.keys import Keys
-from gateway.turn import Fault, fault_of, renamed
+from gateway.turn import Fault, NotStoredError, fault_of, renamed
 from ops.log.sessions import list_sessions
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.errors import (
@@ -151,6 +151,12 @@ def test_each_error_maps_to_an_http_status_an_openai_code_and_an_anthropic_error
         assert said["message"] == "prompt is too long: 10 tokens > 9 maximum"
     else:
         assert said["message"].startswith("prompt is too long")
+
+
+def test_the_error_while_nothing_is_stored_names_a_full_disk_and_a_cluster_without_quorum() -> None:
+    said = fault_of(NotStoredError()).message
+    assert "is its disk full?" in said
+    assert "start more servers of its cluster" in said
 
 
 def test_a_worker_that_names_a_message_names_it_by_the_number_that_the_client_knows_or_by_none() -> None:

@@ -120,6 +120,14 @@ def test_opening_an_unwritable_data_directory_fails_with_an_error_that_says_not_
         DataDir.open(tmp_path)
 
 
+def test_limits_that_are_read_again_while_a_worker_ends_are_noted_nowhere(tmp_path):
+    with DataDir.open(tmp_path) as opened:
+        pass
+    before = (tmp_path / "worker.lock").read_text()
+    opened.note_limits({"max_disk": 5})
+    assert (tmp_path / "worker.lock").read_text() == before
+
+
 @pytest.mark.parametrize(("shift_s", "starts"), [(0, True), (-3600, False), (3600, False)])
 def test_a_worker_is_starting_only_near_the_time_of_its_lock_even_if_the_clock_was_set(
     shift_s, starts, tmp_path

@@ -145,6 +145,20 @@ async def test_the_ready_probe_fails_while_nats_is_away_and_succeeds_when_nats_i
         server.wait()
 
 
+async def test_a_worker_that_is_back_after_an_outage_of_nats_does_not_blame_a_full_disk(
+    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What waited for the server meanwhile is stored only some seconds later."""
+    worker = await local_worker()
+    writes_of = worker.app._parts.journal.writes  # type: ignore[union-attr]
+    monkeypatch.setattr(writes, "UNSTORED_S", 0.5)
+    with contextlib.suppress(TimeoutError), writes_of.waiting():
+        await unready(worker.app, "the NATS server stores nothing; is its disk full?")
+        await worker.app._reconnected()
+        assert writes_of.are_stored
+        raise TimeoutError
+
+
 async def test_the_ready_probe_fails_if_the_worker_cannot_renew_its_cluster_membership_record(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:

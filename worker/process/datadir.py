@@ -175,10 +175,10 @@ class DataDir:
         return (self._lock_fd,)
 
     def note_limits(self, limits: Mapping[str, Any]) -> None:
-        """Tell other processes new limits of the worker, unless the disk is full."""
+        """Tell other processes new limits of the worker, unless the disk is full or the lock released."""
         note = json.dumps(_read_note(self._lock_fd) | {"limits": dict(limits)}).encode()
-        before = os.fstat(self._lock_fd)
         with contextlib.suppress(OSError):
+            before = os.fstat(self._lock_fd)
             # In one write, without truncation: a reader finds the old note or the new one.
             os.pwrite(self._lock_fd, note.ljust(before.st_size), 0)
             os.utime(self._lock_fd, ns=(before.st_atime_ns, before.st_mtime_ns))  # it was not locked now

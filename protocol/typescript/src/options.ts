@@ -27,18 +27,18 @@ export const CONNECT_OPTIONS: Kinds<ConnectOptions> = {
   name: "string", token: "string", user: "string", pass: "string", authenticator: "function | array",
   tls: "object | null", wsFactory: "function", port: "integer", timeout: "number", inboxPrefix: "string", noEcho: "boolean",
   noRandomize: "boolean", resolve: "boolean", ignoreClusterUpdates: "boolean", ignoreAuthErrorAbort: "boolean",
-  reconnect: "boolean", waitOnFirstConnect: "boolean", maxReconnectAttempts: "integer", reconnectTimeWait: "number",
+  reconnect: "boolean", waitOnFirstConnect: "boolean", maxReconnectAttempts: "number", reconnectTimeWait: "number",
   reconnectJitter: "number", reconnectJitterTLS: "number", reconnectDelayHandler: "function", reconnectToServer: "function",
-  pingInterval: "number", maxPingOut: "integer", debug: "boolean", verbose: "boolean", pedantic: "boolean",
+  pingInterval: "number", maxPingOut: "number", debug: "boolean", verbose: "boolean", pedantic: "boolean",
   noAsyncTraces: "boolean",
 };
 export const CALL_OPTIONS: Kinds<CallOptions> = { signal: "AbortSignal", headers: "object" };
 export const COUNT_OPTIONS = { signal: "AbortSignal", timeoutMs: "number" };
-export const RETRY_OPTIONS = { attempts: "integer" };
+export const RETRY_OPTIONS = { attempts: "number" };
 const { position, expect_position } = FIELDS.ForkPoint;
 export const FORK_FIELDS = { position, expect_position, tags: FIELDS.open.tags, id: FIELDS.open.id };
 const { messages, text, tokens, ...sampling } = FIELDS.generate;
-export const TOOL_FIELDS = { ...sampling, messages, most: "integer" };
+export const TOOL_FIELDS = { ...sampling, messages, most: "number" };
 const { inputs, ...embedding } = FIELDS.embed;
 export const EMBED_OPTIONS = { ...embedding, timeoutMs: "number" };
 const { query, documents, ...ranking } = FIELDS.rerank;

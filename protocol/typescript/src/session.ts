@@ -152,7 +152,8 @@ export class Session {
 
   /** Prepare a request of the type `kind`; `more` are the fields that are arguments of their own. */
   #call(kind: Request["type"], fields: { id?: string }, options: CallOptions, more: object = {}): Call {
-    checked(`the fields of ${kind}`, fields, FIELDS[kind]);
+    // A request that was read back has its type too.
+    checked(`the fields of ${kind}`, fields, { ...FIELDS[kind], type: JSON.stringify(kind) });
     const id = checkId("request id", fields.id ?? nuid.next());
     const request = { ...fields, ...more, id, type: kind } as Request;
     return new Call(this.#feeds, this.key, request, checked(`the options of ${kind}`, options, CALL_OPTIONS));

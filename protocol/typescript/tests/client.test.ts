@@ -690,6 +690,21 @@ test("a limit may be of any length, also none", async () => {
   for (const timeoutMs of [0, -1]) await assert.rejects(own.embed(["x"], { timeoutMs }), turnkeep.NoAnswerError);
 });
 
+test("a number of attempts may be without limit too", async () => {
+  assert.equal(await retry(async () => 1, { attempts: Infinity }), 1);
+  await using own = await connect({ servers, tenant: run, maxReconnectAttempts: Infinity, maxPingOut: Infinity });
+  const messages: turnkeep.Message[] = [{ role: "user", content: "x" }];
+  const answer = await runTools(own.session("unlimited"), {}, { most: Infinity, max_tokens: 1, messages });
+  assert.equal(answer.tokens.length, 1);
+});
+
+test("a request that was read back may be sent to another session", async () => {
+  await client.session("original").generate({ text: "abc", max_tokens: 1 }).result;
+  const [turn] = (await client.session("original").history()).turns;
+  const again = await client.session("resent").generate({ ...turn!.request, id: undefined }).result;
+  assert.equal(again.usage.prompt_tokens, 3);
+});
+
 test("a client that loses its server passes by one that has no connection left", async () => {
   const full = process.env["FULL_URL"] ?? "";
   await using own = await connect({ servers: [servers, full], noRandomize: true, tenant: run });
@@ -760,7 +775,7 @@ test("what cannot be done is told by the class of its error", async () => {
     [() => client.rerank(any(null), ["x"]), /query must be `string`, not `null`/],
     [() => new turnkeep.Client(client.connection, any(null)), /the options of Client must be `object`, not `null`/],
     [() => runTools(s, any(null), {}), /functions must be `object`, not `null`/],
-    [() => runTools(s, {}, { most: any("2") }), /most must be `integer`, not `string`/],
+    [() => runTools(s, {}, { most: any("2") }), /most must be `number`, not `string`/],
     [() => runTools(s, {}, any({ text: "x" })), /the fields of runTools have no text/],
     [() => retry(any(null)), /send must be `function`, not `null`/],
     [() => retry(async () => 1, any(null)), /the options of retry must be `object`, not `null`/],
