@@ -146,6 +146,7 @@ class Nats(Client):
         task = asyncio.current_task()
         if task is not None and task is self._reconnection_task and task.cancelling():
             raise asyncio.CancelledError
+        self._abort()  # nats-py forgets the connection of the last attempt, open if the server said nothing
         await super()._connect_to_server(s)
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:

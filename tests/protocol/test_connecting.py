@@ -184,6 +184,54 @@ def test_the_error_for_an_unreachable_host_names_the_local_network_permission_on
     assert ("Local Network" in why) == is_named
 
 
+class SilentServer(SlowServer):
+    """A server that greets its first connection, and says nothing to later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_begun = 0
+        self.num_open = 0
+        self.num_left = 0  # connections that the client has left open
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_begun += 1
+        self.num_open += 1
+        if self.num_begun == 1:
+            await super().serve(reader, writer)
+        else:
+            try:
+                async with asyncio.timeout(5):
+                    await reader.read()
+            except TimeoutError:
+                self.num_left += 1
+            except ConnectionError:
+                pass
+            writer.close()
+        self.num_open -= 1
+
+
+@pytest.fixture
+async def silent_server() -> AsyncIterator[SilentServer]:
+    server = SilentServer()
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listening:
+        server.url = f"nats://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        yield server
+
+
+async def test_a_client_that_reconnects_closes_each_connection_on_which_the_server_says_nothing(
+    silent_server: SilentServer,
+) -> None:
+    """As to a server that is suspended: its system accepts connections, and nobody reads them."""
+    nc = Nats()
+    await nc.connect(silent_server.url, connect_timeout=0.1, reconnect_time_wait=0.01)
+    transport: Any = nc._transport
+    transport.close()
+    await until(lambda: silent_server.num_begun > 4)
+    await nc.abandon()
+    await until(lambda: silent_server.num_open == 0)
+    assert silent_server.num_left == 0
+
+
 class Passage:
     """Passes connections' bytes on to a server. After `fall_silent` only later connections are passed on."""
 
