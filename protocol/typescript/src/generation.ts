@@ -97,7 +97,7 @@ export class Generation implements AsyncIterable<Piece>, AsyncDisposable {
             const piece = assembly.add(chunk);
             if (piece === undefined) continue;
             yield piece;
-            if (call.result === undefined) call.throwIfAborted(); // a slow reader always finds more chunks
+            call.throwIfAborted(); // a slow reader always finds more chunks, and perhaps the result
           }
           if (call.result === undefined && !chunks.isWaiting) {
             await call.change(assembly.hasGap ? chunks.patienceMs : LAST_POLL_MS);
