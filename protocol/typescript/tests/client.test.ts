@@ -14,6 +14,8 @@ import { connect, retry, runTools } from "turnkeep-client";
 const servers = process.env["NATS_URL"] ?? "";
 const run = `test${Date.now()}`; // so that it can run again on the same server
 const client = await connect({ servers, tenant: run });
+/** An answer of seconds: it is sampled, since drafts complete a greedy one of this model in half a second. */
+const LONG = { text: "x", max_tokens: 1900, ignore_eos: true, temperature: 1, seed: 1 } as const;
 after(() => client.close());
 
 async function all(answer: turnkeep.Generation): Promise<turnkeep.Piece[]> {
@@ -479,7 +481,7 @@ test("the sessions of a tenant are listed, the last used one first", async () =>
   assert.equal((await own.sessions())[0]?.isClosed, true);
   await assert.rejects(own.session("two").append({ text: "late" }), failsWith("unknown_session", false));
   assert.deepEqual((await own.sessions()).map((one) => [one.isClosed, one.position]), [[true, 2], [false, 2]]);
-  const running = own.session("one").generate({ text: "x", max_tokens: 1900, ignore_eos: true });
+  const running = own.session("one").generate(LONG);
   for await (const piece of running) if (piece.i > 3) break;
   const waiting = own.session("one").generate({ text: "y", max_tokens: 3 });
   const cancelled = waiting.result;
@@ -552,7 +554,7 @@ test("what failed for a reason that may pass is sent again, and nothing else", a
 
 test("leaving the block of an answer cancels it", async () => {
   const session = client.session("block");
-  const asked = { text: "x", max_tokens: 1900, ignore_eos: true, id: "long" } as const;
+  const asked = { ...LONG, id: "long" } as const;
   {
     await using answer = session.generate(asked);
     for await (const piece of answer) if (piece.i > 3) break;
@@ -590,7 +592,7 @@ test("leaving the block of a complete answer reads nothing", async () => {
 test("a signal ends the wait and not the answer, which a cancel ends", async () => {
   const session = client.session("stopped");
   const stop = new AbortController();
-  const answer = session.generate({ text: "x", max_tokens: 1900, ignore_eos: true }, { signal: stop.signal });
+  const answer = session.generate(LONG, { signal: stop.signal });
   await assert.rejects(async () => {
     for await (const piece of answer) if (piece.i > 5) stop.abort(new Error("enough"));
   }, /^Error: enough$/);
@@ -604,7 +606,7 @@ test("a signal ends the wait and not the answer, which a cancel ends", async () 
 
 test("a signal ends the wait of a reader who is slower than the answer", async () => {
   const stop = new AbortController();
-  const answer = client.session("slow").generate({ text: "x", max_tokens: 1900, ignore_eos: true }, { signal: stop.signal });
+  const answer = client.session("slow").generate(LONG, { signal: stop.signal });
   await assert.rejects(async () => {
     for await (const piece of answer) {
       if (piece.i > 5) stop.abort(new Error("enough"));
