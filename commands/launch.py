@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from http import HTTPStatus
 from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
@@ -83,11 +84,10 @@ def launch(
     """
     settings = given.load()
     own = own_gateway(settings.data_dir)
-    if url is None:
-        found = noted_gateway(settings.data_dir) if own is None else None
-        url = found or f"http://127.0.0.1:{own or _PORT}"
+    here = f"http://127.0.0.1:{own}" if own else noted_gateway(settings.data_dir)
+    url = url or here or f"http://127.0.0.1:{_PORT}"
     try:
-        door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, of, settings.data_dir, own)
+        door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, of, settings.data_dir, here)
     except _NoGatewayError as error:
         starts = command_line(settings, "gateway", ["data_dir"]) + _port_of(url)
         raise TurnkeepError(
@@ -145,17 +145,17 @@ def own_gateway(data_dir: Path) -> int | None:
     return None
 
 
-def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path, own: int | None) -> GatewayAccess:
-    """Return the result of `_door`; if a worker is starting, wait for its gateway, on the port `own`."""
+def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path, here: str | None) -> GatewayAccess:
+    """Return the result of `_door`; wait while a worker is starting whose gateway, `here`, is at `url`."""
     is_told = False
     while True:
         try:
             return _door(url, key, wanted)
-        except _NoGatewayError as error:
-            if own is not None and not url.endswith(f":{own}"):
-                raise TurnkeepError(f"{error}; this worker's is at http://127.0.0.1:{own}") from None
+        except (_NoGatewayError, _NoWorkerError) as error:
+            if here is not None and url.rpartition(":")[2] != here.rpartition(":")[2]:
+                raise TurnkeepError(f"{error}; this worker's is at {here}") from None
             pid = starting_pid(data_dir)
-            if own is None or pid is None:
+            if here is None or pid is None:
                 raise
             if not is_told:
                 click.echo(
@@ -166,6 +166,10 @@ def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path, own: i
 
 
 class _NoGatewayError(TurnkeepError):
+    pass
+
+
+class _NoWorkerError(TurnkeepError):
     pass
 
 
@@ -188,7 +192,8 @@ def _door(url: str, key: str, wanted: str | None) -> GatewayAccess:
             raise TurnkeepError(f"no worker of the model {model['id']} answers the gateway at {url}")
         return GatewayAccess(url, key, model["id"], int(model["context_window"]), model["vision"])
     except urllib.error.HTTPError as error:
-        raise TurnkeepError(f"the gateway at {url} refuses: {_reason(error)}") from None
+        kind = _NoWorkerError if error.code == HTTPStatus.SERVICE_UNAVAILABLE else TurnkeepError
+        raise kind(f"the gateway at {url} refuses: {_reason(error)}") from None
     except OSError as error:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or reason

@@ -106,11 +106,14 @@ def test_launch_waits_for_the_gateway_of_a_starting_worker_but_not_for_a_gateway
 
 
 @pytest.mark.process
-def test_launch_finds_a_running_gateway_that_was_started_apart_for_the_data_directory(
+def test_launch_finds_a_gateway_that_was_started_apart_for_the_data_directory_and_waits_for_its_worker(
     worker_process: Any,
 ) -> None:
     process = worker_process()
     process.start()
+    until_s = time.monotonic() + 60
+    while '"event": "ready"' not in process.log and time.monotonic() < until_s:
+        time.sleep(0.02)
     command = [sys.executable, "-P", "-m", "commands"]
     place = ["--data-dir", str(process.data_dir)]
     with subprocess.Popen(
@@ -119,14 +122,21 @@ def test_launch_finds_a_running_gateway_that_was_started_apart_for_the_data_dire
         try:
             told = gateway.stderr.readline()  # type: ignore[union-attr]
             port = told.partition("/v1")[0].rpartition(":")[2]
-            until_s = time.monotonic() + 30
             while noted_gateway(process.data_dir) is None and time.monotonic() < until_s:
                 time.sleep(0.02)
-            launch = [*command, "launch", *place, "--print", "other"]
-            done = subprocess.run(launch, capture_output=True, text=True, timeout=30, check=False)
+            process.lose_worker()
+            with subprocess.Popen(
+                [*command, "launch", *place, "--print", "other"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as launch:
+                assert "of the worker that is starting" in launch.stderr.readline()  # type: ignore[union-attr]
+                process.go_on()
+                printed, errors = launch.communicate(timeout=30)
         finally:
             gateway.kill()
-    assert (done.returncode, f"http://127.0.0.1:{port}" in done.stdout) == (0, True), done.stderr
+    assert (launch.returncode, f"http://127.0.0.1:{port}" in printed) == (0, True), errors
     assert noted_gateway(process.data_dir) is None, "a killed gateway is not used"
     assert process.stop() == 0
 
