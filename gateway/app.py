@@ -148,7 +148,7 @@ class Gateway:
 
     async def _health(self, _: Request) -> Response:
         found = await self._listing.all(self.access.keys.tenant, now=True)
-        if not any(one.worker and one.worker.recorded for one in found):
+        if not all(one.worker.recorded for one in found if one.worker):  # one that is not loaded says it is
             raise NotStoredError
         ids = [one.name for one in found]
         return as_json(

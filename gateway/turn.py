@@ -260,6 +260,21 @@ def check(turn: ClientTurn, names: Mapping[str, str]) -> ClientTurn:
     return turn
 
 
+def check_results(turn: ClientTurn, names: Mapping[str, str]) -> ClientTurn:
+    """Return `turn` if each tool's result follows its call, else raise `Fault`; `names` as in `check`.
+
+    A result without an id is given to its call by the chat template.
+    """
+    called = set[str]()
+    for message in turn.messages or ():
+        called.update(call.id for call in message.tool_calls or ())
+        wanted = message.tool_call_id if message.role == "tool" else None
+        if wanted and wanted not in called:
+            why = f"the result of a tool names the call {wanted!r}, which no message before it has"
+            raise refused(why, names.get("messages", "messages"))
+    return turn
+
+
 def as_tool(function: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a function, at the path `where` of the request, as a tool. Raises `Fault` for its name."""
     try:

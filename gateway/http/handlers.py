@@ -19,7 +19,7 @@ from gateway import images, logged_answers, models
 from gateway.answer_lookup import AnswerLookup, after, own_id
 from gateway.form import EVENT_STREAM
 from gateway.models import Models
-from gateway.turn import SNAPSHOTS, fault_of, refused, renamed, warning_header
+from gateway.turn import SNAPSHOTS, check_results, fault_of, refused, renamed, warning_header
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 
 from . import bodies
@@ -200,14 +200,13 @@ class Handlers:
         answers = await self._lookups.answers(tenant, named) if named else {}
         turn = form.object.read(body, answers) if form.object and answers else form.read(body)
         turn = await self._fetcher.fetched(turn)
-        if not turn.previous:
-            return turn
-        found = await self._lookups.find(tenant, turn.previous)
-        turn = logged_answers.continued(turn, found and found.answer)
-        if found is None:
-            return turn
-        before = found.conversations.client.session(found.answer.session)
-        return msgspec.structs.replace(turn, earlier_image=before.image)
+        if turn.previous:
+            found = await self._lookups.find(tenant, turn.previous)
+            turn = logged_answers.continued(turn, found and found.answer)
+            if found is not None:
+                before = found.conversations.client.session(found.answer.session)
+                turn = msgspec.structs.replace(turn, earlier_image=before.image)
+        return check_results(turn, form.names)
 
     async def _load(self, key: ApiKey, model: str, *, unloads: bool) -> None:
         """Load or unload a model; with API keys do neither, as the model is not one tenant's."""

@@ -14,6 +14,8 @@ from gateway import conversations
 from tests.parts import NatsServer
 from turnkeep_client import writes
 from turnkeep_client.client import connect
+from turnkeep_client.messages import encode
+from worker.metrics_collector import unloaded_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -67,6 +69,27 @@ async def test_a_request_that_the_log_does_not_acknowledge_gets_an_error_that_sa
     async with asyncio.timeout(60):
         while SAYS in (await http.post(CHAT, json=body)).text:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
+
+
+async def test_the_health_endpoint_says_that_nothing_is_stored_although_another_model_is_not_loaded(
+    worker: Any, door: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics of a model that is not loaded know nothing of the disk."""
+    tiny = await worker.client.worker_metrics()
+
+    async def tell(message: Any) -> None:
+        await message.respond(encode(unloaded_metrics(worker="w", version=tiny.version, model="b")))
+
+    subscription = await worker.app._nc.subscribe("unloaded.default.any.ctl", cb=tell)
+    prefixes = {"a": worker.settings.prefix, "b": "unloaded"}
+    started = await door(worker.settings.nats, prefixes=prefixes)
+    async with httpx2.AsyncClient(base_url=started.url, timeout=30) as http:
+        assert (await http.get("/health")).json()["models"] == ["a", "b"]
+        monkeypatch.setattr(writes, "UNSTORED_S", 0.0)
+        with worker.app._parts.journal.writes.waiting():
+            answer = await http.get("/health")
+        assert (answer.status_code, SAYS in answer.text) == (503, True)
+    await subscription.unsubscribe()
 
 
 class FullDisk:

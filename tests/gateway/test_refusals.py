@@ -305,6 +305,9 @@ def saying(*content: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": [*content]}]}
 
 
+ORPHAN = "the result of a tool names the call 'b', which no message before it has"
+
+
 Row = tuple[str, Any, str, str | None]
 #: What the reading of a request refuses, `readings.txt` has; these rows have each API's form, and the rest.
 TINY: list[Row] = [
@@ -312,11 +315,27 @@ TINY: list[Row] = [
     (CHAT, {"logit_bias": {"99999": 1}}, "99999", "logit_bias"),
     (CHAT, {"messages": None}, "messages", "messages"),
     (CHAT, [], "Expected `object`", None),
+    (
+        CHAT,
+        {
+            "messages": [
+                *GREETING,
+                {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
+                {"role": "tool", "tool_call_id": "b", "content": "x"},
+                {"role": "assistant", "tool_calls": [{"id": "b", "function": {"name": "f"}}]},
+                {"role": "tool", "tool_call_id": "b", "content": "x"},
+            ]
+        },
+        ORPHAN,
+        "messages",
+    ),
     (COMPLETIONS, {"echo": True}, "echo is not supported", "echo"),
     (COMPLETIONS, {"prompt": [99_999]}, "vocabulary", "prompt"),
     (COMPLETIONS, {"prompt": "a b " * 9_000}, "However, your messages resulted in", "prompt"),
     (MESSAGES, saying(7), "messages[0].content[0]: a part of a content must be an object with a type", None),
     (MESSAGES, {"max_tokens": None}, "max_tokens: Field required", None),
+    (MESSAGES, saying({"type": "tool_result", "tool_use_id": "b"}), f"messages: {ORPHAN}", None),
+    (f"{MESSAGES}/count_tokens", saying({"type": "tool_result", "tool_use_id": "b"}), ORPHAN, None),
     (
         MESSAGES,
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "wat"}}}},
@@ -324,6 +343,12 @@ TINY: list[Row] = [
         None,
     ),
     (RESPONSES, {"input": None}, "empty", "input"),
+    (
+        RESPONSES,
+        {"input": [{"type": "function_call_output", "call_id": "b", "output": "x"}]},
+        ORPHAN,
+        "input",
+    ),
     (COMPACT, {}, "", "input"),
     (COMPACT, {"input": []}, "", "input"),
     (COMPACT, {"input": 3}, "", "input"),
