@@ -160,12 +160,12 @@ def _print_metrics(metrics: Metrics) -> None:
     if metrics.device == UNLOADED:
         table(("worker", metrics.worker), [("model", f"{metrics.model}, which its next request loads")])
         return
-    snapshots = metrics.snapshots
+    snapshots, why = metrics.snapshots, metrics.refusal or "is the disk of its server full?"
     rows = [
         ("model", f"{metrics.model} on {metrics.device}, turnkeep {metrics.version}"),
         *([("other workers", ", ".join(metrics.others))] if metrics.others else []),
         ("up", f"{span(metrics.uptime_s)}{', gives its sessions away' if metrics.drains else ''}"),
-        *([] if metrics.recorded else [("NATS", "stores nothing; is the disk of its server full?")]),
+        *([] if metrics.recorded else [("NATS", f"stores nothing; {why}")]),
         ("sessions", f"{metrics.sessions} in use, {metrics.resident_sessions} with KV on the device"),
         ("requests", f"{metrics.running} running, {metrics.waiting} waiting"),
     ]

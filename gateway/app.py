@@ -148,8 +148,9 @@ class Gateway:
 
     async def _health(self, _: Request) -> Response:
         found = await self._listing.all(self.access.keys.tenant, now=True)
-        if not all(one.worker.recorded for one in found if one.worker):  # one that is not loaded says it is
-            raise NotStoredError
+        for one in found:  # a model that is not loaded says that all is stored
+            if one.worker and not one.worker.recorded:
+                raise NotStoredError(one.worker.refusal)
         ids = [one.name for one in found]
         return as_json(
             {"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]})

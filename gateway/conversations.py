@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 #: How long to wait for the result of another request that has changed a session's position.
 _CATCH_UP_S: Final = 1.0
-#: How long `LatestMetrics.stores` must be false until clients are told so, and how often that is looked at.
+#: How long nothing must be stored until clients are told so, and how often that is looked at.
 _STORE_S: Final = 10.0
 _LOOK_S: Final = 1.0
 #: No gateway takes longer to cancel an answer, once it has seen that no other one's client waits for it.
@@ -210,11 +210,11 @@ class Conversations:
         stored_s = time.monotonic()
         while self._waiting:
             await asyncio.sleep(_LOOK_S)
-            if await self.latest.stores():
+            if (error := await self.latest.not_stored()) is None:
                 stored_s = time.monotonic()
             elif time.monotonic() - stored_s > _STORE_S:
                 for feed in self._waiting:
-                    feed.stop(NotStoredError())
+                    feed.stop(error)
 
     async def _answer(self, turn: ClientTurn, number: int, feed: AnswerFeed) -> None:
         has_begun = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -59,18 +60,20 @@ class LatestMetrics:
         Raises as `worker`, and `NotStoredError`.
         """
         until_s = time.monotonic() + patience_s
-        while not ((found := await self.worker(patience_s=patience_s)).recorded and self._client.stores):
+        while True:
+            found = await self.worker(patience_s=patience_s)
+            if (error := await self.not_stored()) is None:
+                return found
             if time.monotonic() >= until_s:
-                raise NotStoredError
+                raise error
             await asyncio.sleep(_BETWEEN_S)
-        return found
 
-    async def stores(self) -> bool:
-        """Whether the NATS server stores requests and answers; also true if no worker answers."""
-        try:
-            return self._client.stores and (await self.worker()).recorded
-        except TurnkeepError:
-            return True
+    async def not_stored(self) -> NotStoredError | None:
+        """Return the error if requests or answers are not stored; None also if no worker answers."""
+        with contextlib.suppress(TurnkeepError):
+            if not (worker := await self.worker()).recorded:
+                return NotStoredError(worker.refusal)
+        return None if self._client.stores else NotStoredError()
 
     async def _while_connected(self, asking: Coroutine[Any, Any, Metrics]) -> Metrics:
         """Wait for a worker's metrics. Raises `NoWorkerError`, also once NATS is disconnected."""

@@ -27,6 +27,7 @@ from turnkeep_client.errors import (
 from turnkeep_client.explain import field_of
 from turnkeep_client.messages import TOOL_NAME_RULE, Generate, ToolFunction
 from turnkeep_client.session import build
+from turnkeep_client.writes import unstored
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -119,8 +120,10 @@ NO_WORKER: Final = "no_worker"
 class NotStoredError(NoWorkerError):
     """The NATS server stores nothing, so requests and answers wait."""
 
-    def __init__(self) -> None:
-        super().__init__("the NATS server stores nothing")
+    def __init__(self, refusal: str = "") -> None:
+        """`refusal` is why JetStream stores nothing, if it has said so."""
+        super().__init__(unstored(refusal))
+        self.refusal = refusal
 
 
 class Fault(Exception):  # noqa: N818  # an outcome that each dialect writes in its own shape
@@ -326,8 +329,8 @@ def fault_of(error: TurnkeepError) -> Fault:
             message += "; send the request again"
             return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_PAUSE_S)
         case NotStoredError():
-            message = f"{error}; is its disk full? Free space there (see the runbook), or start more servers"
-            message += " of its cluster, then send this again"
+            remedy = " Free space there (see the runbook), or start more servers of its cluster,"
+            message = f"{error}{'; see the runbook,' if error.refusal else remedy} then send this again"
             return Fault(503, message, kind="server_error", code=NO_WORKER, retry_after_s=_START_S)
         case FullServerError():
             message = "the NATS server has no connection left; close some, or raise its max_connections"

@@ -27,6 +27,7 @@ from turnkeep_client.messages import FEATURES
 from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
+from turnkeep_client.writes import unstored
 from worker.cluster.liveness import Members
 from worker.engine.engine import Engine
 from worker.engine.ledger import Ledger
@@ -420,7 +421,7 @@ class App:
         elif not self._members.has_record:
             reasons.append("this worker is not recorded on the prefix")
         elif self._parts is not None and not self._parts.journal.writes.are_stored:
-            reasons.append("the NATS server stores nothing; is its disk full?")
+            reasons.append(unstored(self._parts.journal.writes.refusal))
         if self._stop.is_set():
             reasons.append("stopping")
         elif not (reasons or self.ready.is_set()):

@@ -28,6 +28,7 @@ def collect(parts: Parts) -> Metrics:
     """Build the message of a running worker from the parts' current counters. Event loop only."""
     ground, engine, intake = parts.ground, parts.engine, parts.intake
     model, store = ground.model, ground.store
+    recorded = ground.members.has_record and parts.journal.writes.are_stored
     return Metrics(
         worker=ground.settings.worker,
         version=ground.version,
@@ -36,7 +37,8 @@ def collect(parts: Parts) -> Metrics:
         device=model.device.name,
         others=tuple(sorted(ground.members.others)),
         drains=ground.members.me.drains,
-        recorded=ground.members.has_record and parts.journal.writes.are_stored,
+        recorded=recorded,
+        refusal="" if recorded else ground.members.refusal or parts.journal.writes.refusal,
         waiting=max(intake.num_sessions - engine.num_running, 0),
         waiting_for_memory=engine.num_waiting,
         returned=intake.num_returned,

@@ -54,12 +54,14 @@ STREAM_FULL: Final = 10077
 ROOM_REMEDY: Final = "; close sessions with forget, or restart the worker with a larger --log-max-bytes"
 
 
+def with_remedy(code: int | None, description: str | None) -> str:
+    """Return what JetStream says with an error; if the log is full, also what helps."""
+    return f"{description}{ROOM_REMEDY if code == STREAM_FULL else ''}"
+
+
 def why_refused(code: int | None, description: str | None) -> str:
-    """Return the text for a request that the log refuses with this JetStream error; a full log needs room."""
-    remedy = ""
-    if code == STREAM_FULL:
-        remedy = ROOM_REMEDY
-    return f"the log refused the request: {description}{remedy}"
+    """Return the text for a request that the log refuses with this JetStream error."""
+    return f"the log refused the request: {with_remedy(code, description)}"
 
 
 class Stored(NamedTuple):

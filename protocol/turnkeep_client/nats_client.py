@@ -22,6 +22,9 @@ from urllib.parse import unquote
 
 import nats.errors
 from nats.aio.client import Client
+from nats.js.errors import APIError, NoStreamResponseError
+
+from .log import with_remedy
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -87,6 +90,13 @@ def unreachable(error: Exception) -> str | None:
     if sys.platform == "darwin" and error.errno == errno.EHOSTUNREACH:
         why += "; allow the program in System Settings, Privacy & Security, Local Network"
     return why
+
+
+def write_refusal(error: Exception) -> str:
+    """Return why JetStream refuses a write; empty if it has said nothing, as on a full disk."""
+    if isinstance(error, NoStreamResponseError):
+        return "no server leads the stream, as in a cluster of which too few servers run"
+    return with_remedy(error.err_code, error.description) if isinstance(error, APIError) else ""
 
 
 def is_full(why: str) -> bool:

@@ -17,10 +17,17 @@ if TYPE_CHECKING:
 UNSTORED_S: Final = 5.0
 
 
+def unstored(refusal: str) -> str:
+    """Return the sentence that nothing is stored; `refusal` is what JetStream says, or empty."""
+    return f"the NATS server stores nothing{f': {refusal}' if refusal else '; is its disk full?'}"
+
+
 class Writes:
     """The writes that wait until they are stored. Event loop only."""
 
     def __init__(self) -> None:
+        #: Why JetStream refuses what waits; empty if it says nothing, as on a full disk.
+        self.refusal = ""
         self._num_waiting = 0
         self._since_s = 0.0
 
@@ -39,6 +46,7 @@ class Writes:
     def restart(self) -> None:
         """Measure from now on: the server has stored a write, or there is another connection."""
         self._since_s = asyncio.get_running_loop().time()
+        self.refusal = ""
 
     @property
     def are_stored(self) -> bool:

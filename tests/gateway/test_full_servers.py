@@ -82,13 +82,19 @@ async def test_the_health_endpoint_says_that_nothing_is_stored_although_another_
 
     subscription = await worker.app._nc.subscribe("unloaded.default.any.ctl", cb=tell)
     prefixes = {"a": worker.settings.prefix, "b": "unloaded"}
-    started = await door(worker.settings.nats, prefixes=prefixes)
+    started = await door(worker.settings.nats, prefixes=prefixes, patience_s=0.5)
     async with httpx2.AsyncClient(base_url=started.url, timeout=30) as http:
         assert (await http.get("/health")).json()["models"] == ["a", "b"]
         monkeypatch.setattr(writes, "UNSTORED_S", 0.0)
-        with worker.app._parts.journal.writes.waiting():
+        waiting = worker.app._parts.journal.writes
+        with waiting.waiting():
             answer = await http.get("/health")
+            waiting.refusal = "the log is full"
+            told = [await http.get("/health")]
+            told.append(await http.post(CHAT, json=APIS["chat"].body(HELLO) | {"model": "a"}))
         assert (answer.status_code, SAYS in answer.text) == (503, True)
+        for one in told:
+            assert "stores nothing: the log is full; see the runbook" in one.text
     await subscription.unsubscribe()
 
 

@@ -19,6 +19,7 @@ from tests.commands.command_runs import command, where
 from tests.parts import free_port
 from turnkeep_client import writes
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.log import with_remedy
 from worker import app as app_module
 from worker import model_process
 from worker.app import App
@@ -31,6 +32,7 @@ from worker.process.setting_kinds import Endpoint
 from worker.process.settings import Settings
 from worker.supervisor import Supervisor
 from worker.wire.broker import EmbeddedServer, find_server
+from worker.wire.log_room import LIMIT_NOTE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.process
 
 WAIT_S = 30.0
+NO_LEADER = "no server leads the stream, as in a cluster of which too few servers run"
 
 
 async def exchange(endpoint: Endpoint, *parts: bytes) -> bytes:
@@ -170,11 +173,11 @@ async def test_the_ready_probe_fails_if_the_worker_cannot_renew_its_cluster_memb
     await js.update_stream(config.evolve(subjects=["nobody.$KV.x"]))  # where renewals do not arrive
     await unready(worker.app, "this worker is not recorded on the prefix")
     assert not (await worker.client.worker_metrics()).recorded
-    assert "is the disk of its server full?" in (await command("info", *where(worker))).stdout
+    assert f"stores nothing; {NO_LEADER}" in (await command("info", *where(worker))).stdout
     await js.update_stream(config)
     await unready(worker.app)
     assert (await worker.client.worker_metrics()).recorded
-    assert "is the disk of its server full?" not in (await command("info", *where(worker))).stdout
+    assert "stores nothing" not in (await command("info", *where(worker))).stdout
 
 
 @pytest.mark.parametrize("stream", ["log_stream", "token_stream"])
@@ -194,10 +197,36 @@ async def test_the_ready_probe_fails_and_the_metrics_say_so_while_a_stream_ackno
         await js.update_stream(config.evolve(no_ack=True))
     await unready(worker.app, "the NATS server stores nothing; is its disk full?")
     assert not (await worker.client.worker_metrics()).recorded
+    assert "is the disk of its server full?" in (await command("info", *where(worker))).stdout
     await js.update_stream(config)
     await generation
     await unready(worker.app)
     assert (await worker.client.worker_metrics()).recorded
+
+
+async def test_the_ready_probe_and_the_metrics_say_why_jetstream_stores_no_result(
+    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log has used up its reserve, or it has no leader."""
+    worker = await local_worker()
+    js = worker.app._nc.jetstream()  # type: ignore[union-attr]
+    monkeypatch.setattr(writes, "UNSTORED_S", 0.5)
+    generation = worker.client.session("s").generate(text="a", max_tokens=100)
+    await generation.send()
+    info = await js.stream_info(worker.client.subjects.log_stream)
+    size = info.state.bytes
+    limited = {**(info.config.metadata or {}), LIMIT_NOTE: str(size)}
+    for config, says in (
+        (info.config.evolve(max_bytes=size, metadata=limited), with_remedy(10077, "maximum bytes exceeded")),
+        (info.config.evolve(subjects=["nobody.x"]), NO_LEADER),
+    ):
+        await js.update_stream(config)
+        await unready(worker.app, f"the NATS server stores nothing: {says}")
+        assert (await worker.client.worker_metrics()).refusal == says
+    await js.update_stream(info.config)
+    await generation
+    await unready(worker.app)
+    assert not (await worker.client.worker_metrics()).refusal
 
 
 async def test_the_ready_probe_fails_with_the_reason_if_the_workers_device_thread_hangs(

@@ -29,7 +29,7 @@ from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import EXPECT_HEADER
 from turnkeep_client.messages import VERSION as PROTOCOL
-from turnkeep_client.nats_client import server_id
+from turnkeep_client.nats_client import server_id, write_refusal
 from worker.process.clock import time
 from worker.process.concurrency import task_group
 from worker.wire.connection import PATIENCE_S, BrokerError, ask_patiently
@@ -100,6 +100,8 @@ class Members:
         self._lost = lost
         self._seq = 0
         self._is_joined = False
+        #: Why JetStream does not renew the record; empty if it says nothing.
+        self.refusal = ""
         self._renewed_s = (0.0, 0.0)  # by the monotonic clock, and by the wall clock
         self._misses: dict[str, int] = {}
         self._recorded: frozenset[str] = frozenset()  # names that had a record at the last look
@@ -326,13 +328,16 @@ class Members:
                 continue
             try:
                 other = await self._renew()
-            except NoStreamResponseError:  # the server has restarted and lost its memory
+            except NoStreamResponseError as error:  # the server has restarted and lost its memory
+                self.refusal = write_refusal(error)
                 with suppress(BrokerError):
                     await ensure_records(self._js, self._subjects, self._replicas)
             except (APIError, nats.errors.Error, OSError) as error:
                 # A server out of reach gives the name to no other worker.
+                self.refusal = write_refusal(error)
                 log.debug("the record is not renewed yet", error=reason(error))
             else:
+                self.refusal = ""
                 if other is not None:
                     self._lost(
                         f"{other} has taken this worker's name on the prefix {self._subjects.prefix!r}, as it"

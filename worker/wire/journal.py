@@ -20,7 +20,7 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.images import assemble, entries
 from turnkeep_client.log import EXPECT_HEADER
 from turnkeep_client.messages import decode_result, encode, failure
-from turnkeep_client.nats_client import server_id
+from turnkeep_client.nats_client import server_id, write_refusal
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 from turnkeep_client.writes import Writes
 from worker.process.clock import monotonic
@@ -185,9 +185,9 @@ class Journal:
                     raise TooLargeError(f"{len(body)} bytes") from error
                 if error.err_code == WRONG_LAST_SEQUENCE:
                     return await self._own_commit(self._subjects.of(key, "out"), body, after)
-                await pause_after("committing a result", error, pause_s)
+                await self._pause_after("committing a result", error, pause_s)
             except (nats.errors.Error, OSError) as error:
-                await pause_after("committing a result", error, pause_s)
+                await self._pause_after("committing a result", error, pause_s)
             else:
                 return ack.seq
             pause_s = min(pause_s * 2, MAX_BACKOFF_S)
@@ -218,10 +218,14 @@ class Journal:
             except (nats.errors.Error, APIError, OSError) as error:
                 if isinstance(error, APIError) and error.err_code == WRONG_LAST_SEQUENCE:
                     return  # it was stored meanwhile
-                await pause_after("writing the log", error, pause_s)
+                await self._pause_after("writing the log", error, pause_s)
                 pause_s = min(pause_s * 2, MAX_BACKOFF_S)
             else:
                 return
+
+    async def _pause_after(self, doing: str, error: Exception, pause_s: float) -> None:
+        self.writes.refusal = write_refusal(error)
+        await pause_after(doing, error, pause_s)
 
     async def purge(self, key: SessionKey, kind: Literal["attempt"]) -> None:
         """Try once to remove a session's entries of a kind: remaining ones do no harm."""

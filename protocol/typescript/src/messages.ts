@@ -608,6 +608,8 @@ export interface Metrics {
   drains?: boolean;
   /** 0 while JetStream stores nothing of the worker, as on a full disk. */
   recorded?: boolean;
+  /** why JetStream stores nothing; empty if it says nothing */
+  refusal?: string;
   /** Time since the worker started. */
   uptime_s: number;
   /** Requests with a result, by type and outcome. */
