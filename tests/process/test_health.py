@@ -204,25 +204,32 @@ async def test_the_ready_probe_fails_and_the_metrics_say_so_while_a_stream_ackno
     assert (await worker.client.worker_metrics()).recorded
 
 
-async def test_the_ready_probe_and_the_metrics_say_why_jetstream_stores_no_result(
+async def told(worker: LocalWorker, refusal: str) -> None:
+    """Wait until a worker's probe says that nothing is stored, with this reason; so do its metrics."""
+    await unready(worker.app, f"the NATS server stores nothing: {refusal}")
+    assert (await worker.client.worker_metrics()).refusal == refusal
+
+
+async def test_the_ready_probe_and_the_metrics_say_why_jetstream_stores_neither_chunks_nor_results(
     local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log has used up its reserve, or it has no leader."""
+    """Neither stream has a leader, then the log has used up its reserve."""
     worker = await local_worker()
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
     monkeypatch.setattr(writes, "UNSTORED_S", 0.5)
-    generation = worker.client.session("s").generate(text="a", max_tokens=100)
+    tokens = (await js.stream_info(worker.client.subjects.token_stream)).config
+    await js.update_stream(tokens.evolve(subjects=["nobody.x"]))
+    generation = worker.client.session("s").generate(text="a", max_tokens=1)
     await generation.send()
+    await told(worker, NO_LEADER)
     info = await js.stream_info(worker.client.subjects.log_stream)
     size = info.state.bytes
     limited = {**(info.config.metadata or {}), LIMIT_NOTE: str(size)}
-    for config, says in (
-        (info.config.evolve(max_bytes=size, metadata=limited), with_remedy(10077, "maximum bytes exceeded")),
-        (info.config.evolve(subjects=["nobody.x"]), NO_LEADER),
-    ):
-        await js.update_stream(config)
-        await unready(worker.app, f"the NATS server stores nothing: {says}")
-        assert (await worker.client.worker_metrics()).refusal == says
+    await js.update_stream(info.config.evolve(max_bytes=size, metadata=limited))
+    await js.update_stream(tokens)
+    await told(worker, with_remedy(10077, "maximum bytes exceeded"))
+    await js.update_stream(info.config.evolve(subjects=["nobody.y"]))
+    await told(worker, NO_LEADER)
     await js.update_stream(info.config)
     await generation
     await unready(worker.app)

@@ -14,6 +14,7 @@ from nats.js.errors import APIError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import ENDED_HEADER, EXPECT_HEADER, HISTORY_HEADER, MODEL_HEADER, SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk, encode
+from turnkeep_client.nats_client import write_refusal
 
 from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, ConsistentReads, pause_after
 from .fence import OVERTAKEN, FencedError, check_server
@@ -196,6 +197,7 @@ class AnswerChunks:
                     log.warning("an answer is not streamed any further", error=str(error))
                     return 0
             except (nats.errors.Error, OSError) as error:
+                self._writes.refusal = write_refusal(error)
                 await pause_after("publishing tokens", error, pause_s)
                 pause_s = min(pause_s * 2, MAX_BACKOFF_S)
                 continue
