@@ -30,7 +30,7 @@ from .http.durable import HEADERS
 from .http.handlers import Handlers, Route
 from .image_fetcher import ImageFetcher
 from .metrics import Counters
-from .turn import WARNINGS, Fault, NotStoredError, fault_of
+from .turn import WARNINGS, Fault, fault_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
@@ -147,10 +147,13 @@ class Gateway:
         return as_json(guide.openapi(self.routes))
 
     async def _health(self, _: Request) -> Response:
-        found = await self._listing.all(self.access.keys.tenant, now=True)
-        for one in found:  # a model that is not loaded says that all is stored
-            if one.worker and not one.worker.recorded:
-                raise NotStoredError(one.worker.refusal)
+        tenant = self.access.keys.tenant
+        found = await self._listing.all(tenant, now=True)
+        for name, one in zip(self._listing.names, found, strict=True):
+            latest = (await self.connections.of(tenant, name)).latest
+            # Each model counts: one that is not loaded knows of no write that waits.
+            if one.worker and (error := await latest.not_stored()):
+                raise error
         ids = [one.name for one in found]
         return as_json(
             {"status": "ok"} | ({"models": ids} if self._listing.are_several else {"model": ids[0]})

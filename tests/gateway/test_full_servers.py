@@ -92,7 +92,11 @@ async def test_the_health_endpoint_says_that_nothing_is_stored_although_another_
             waiting.refusal = "the log is full"
             told = [await http.get("/health")]
             told.append(await http.post(CHAT, json=APIS["chat"].body(HELLO) | {"model": "a"}))
-        assert (answer.status_code, SAYS in answer.text) == (503, True)
+        client = (await started.gateway.connections.of("default", "b")).client
+        with client._wire.writes.waiting():
+            waits = await http.get("/health")
+        for one in (answer, waits):
+            assert (one.status_code, SAYS in one.text) == (503, True)
         for one in told:
             assert "stores nothing: the log is full; see the runbook" in one.text
     await subscription.unsubscribe()
