@@ -34,22 +34,8 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
 
 #: Steps that only the worker itself sees.
-_HIDDEN = {
-    *(
-        "look on",
-        "list",
-        "read",
-        "next",
-        "repeat",
-        "begin",
-        "end",
-        "seen",
-        "check",
-        "leave",
-        "read anew",
-        "ack",
-    ),
-}
+_HIDDEN = {"look on", "list", "read", "next", "repeat", "begin", "end", "seen", "check", "ack"}
+_HIDDEN |= {"leave", "read anew"}
 _RULES = Rules(num_faults=0, num_losses=1, num_drains=0, num_ends=10**6, routes_freely=True, most_chunks=None)
 _SETTINGS: Final = {
     "ack_wait_s": 1.0,

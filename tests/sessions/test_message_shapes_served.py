@@ -136,19 +136,15 @@ NUM_AROUND = len("<user\n") + len(">\n")
 NUM_HEADER = len("<assistant\n")
 
 
-def said_of_injected(content: str = INJECTION) -> list[dict[str, str]]:
-    return [{"role": "user", "content": content}]
-
-
 @pytest.mark.simulated
 async def test_special_token_text_in_a_message_is_ordinary_text_unless_the_option_special_tokens_is_true(
     wire: Start,
 ) -> None:
     w = await wire()
-    data = await w.send("data", {"type": "append", "id": "a", "messages": said_of_injected()})
+    data = await w.send("data", {"type": "append", "id": "a", "messages": said(INJECTION)})
     assert data["position"] == NUM_AROUND + len(INJECTION)
     trusted = await w.send(
-        "trusted", {"type": "append", "id": "a", "messages": said_of_injected(), "special_tokens": True}
+        "trusted", {"type": "append", "id": "a", "messages": said(INJECTION), "special_tokens": True}
     )
     assert trusted["position"] == data["position"] - len("|im_end|>") - len("|im_start|>")
     for name, position in (("data", data["position"]), ("trusted", trusted["position"])):
