@@ -1,7 +1,5 @@
 """Chunks that are split, repeated or reordered in any way join to the result, or raise an error."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

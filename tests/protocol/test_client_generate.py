@@ -1,7 +1,5 @@
 """What a client gets of an answer if chunks are lost, repeated or split, or servers are killed."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -14,7 +12,7 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.msg import Msg
-from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, answer, generated, heard, refuse
+from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, answer, generated, heard, refuse, silent
 
 import turnkeep_client.calls
 import turnkeep_client.generation
@@ -54,10 +52,6 @@ def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls search the log after 0.1 s without an event, instead of 2 s."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 0.1)
     monkeypatch.setattr(turnkeep_client.wire, "FIRST_ACK_S", 0.3)
-
-
-async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
-    """Never answer."""
 
 
 async def read_all(generation: Generation) -> list[Chunk]:
@@ -190,27 +184,6 @@ async def test_leaving_the_async_with_block_of_a_generation_early_cancels_the_an
         await read()
     assert cancelling.num_asked == 2 - has_read
     assert (await generation).finish_reason == "cancelled"
-    assert subscriptions(client) == 0
-
-
-async def test_cancelling_a_task_inside_the_async_with_block_of_a_generation_cancels_the_answer(
-    client: Client, worker: FakeWorker
-) -> None:
-    cancelling = Cancelling(worker)
-    await cancelling.start()
-    has_begun = asyncio.Event()
-
-    async def read() -> None:
-        async with client.session("s1").generate(text="hi") as generation:
-            async for _ in generation:
-                has_begun.set()
-
-    task = asyncio.create_task(read())
-    await has_begun.wait()
-    task.cancel()
-    await asyncio.wait([task], timeout=10)
-    assert task.cancelled()
-    assert cancelling.cancelled.is_set()
     assert subscriptions(client) == 0
 
 

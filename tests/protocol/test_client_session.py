@@ -1,7 +1,5 @@
 """What a session's methods send, return and raise, against a real server and a scripted worker."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math
@@ -26,6 +24,7 @@ from scripted_worker import (
     metrics,
     plain_result,
     refuse,
+    silent,
 )
 
 from tests.parts import NatsServer, free_port, until
@@ -61,10 +60,6 @@ from turnkeep_client.nats_client import Nats
 from turnkeep_client.sampling import Sampling
 from turnkeep_client.session import Session
 from turnkeep_client.subjects import SessionKey
-
-
-async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
-    """Never answer."""
 
 
 async def test_each_client_session_method_sends_the_request_of_its_name_and_returns_its_result(

@@ -1,7 +1,5 @@
 """Messages and subjects survive encoding, and invalid ones are refused with a sentence that helps."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

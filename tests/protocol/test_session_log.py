@@ -1,7 +1,5 @@
 """A log as clients read it: requests with their results, in the order of the results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Any bytes published on a session's subjects get one clear answer, and do not affect other requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Damaged and forged checkpoints are ignored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """Requests on `ctl` and `ask` are answered though their worker is away; long replies are divided."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Deadlines: late requests are not started, and running answers end with the tokens generated until then."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What of sessions is on disk: limits, closes with `forget`, and sessions that leave none there."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The fold: reading a session's log gives the state that it had in memory; changed logs are not continued."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

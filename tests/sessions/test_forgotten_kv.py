@@ -1,7 +1,5 @@
 """`forget` erases the KV of a session's tokens, also of earlier ones, except what others share."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time

@@ -1,13 +1,11 @@
 """Forged entries and malformed frames change no answer, and stop neither connection nor worker."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import product
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -183,7 +181,7 @@ class Socket:
         self._writer = writer
 
     @classmethod
-    async def open(cls, url: str) -> Socket:
+    async def open(cls, url: str) -> Self:
         parts = urlsplit(url)
         socket = cls(*await asyncio.open_connection(parts.hostname, parts.port))
         await socket.send(b'CONNECT {"verbose":false,"pedantic":false,"headers":true}\r\n')

@@ -1,7 +1,5 @@
 """Which deliveries a worker accepts, returns to the server, or passes on, without a NATS server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from datetime import UTC, datetime, timedelta

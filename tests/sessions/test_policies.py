@@ -1,7 +1,5 @@
 """A session keeps the cache policy that it began with: through the log, checkpoints and other workers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

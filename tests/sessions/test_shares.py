@@ -1,7 +1,5 @@
 """How many sessions of a tenant are active, few during a flood; metrics by tenant."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable

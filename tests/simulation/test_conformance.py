@@ -1,18 +1,19 @@
 """The simulated NATS server behaves like a real one, as far as workers and clients rely on it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import nats
 import nats.errors
 import pytest
+from nats.aio.msg import Msg
 from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
@@ -29,12 +30,6 @@ from worker.wire.connection import BrokerError, confirm_subscriptions
 from worker.wire.fence import FencedError
 from worker.wire.journal import Journal
 from worker.wire.outbox import Outbox
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from nats.aio.msg import Msg
 
 EXPECT = "Nats-Expected-Last-Subject-Sequence"
 ACK_WAIT_S = 1.0

@@ -1,7 +1,5 @@
 """Simulated histories: new ones after each change of the code, and some that have failed before."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import hashlib
@@ -9,7 +7,7 @@ import os
 import re
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from anyio import create_task_group
@@ -20,15 +18,13 @@ from tests.simulation.actors import History, Plan, Supervisor
 from tests.simulation.history import Outcome, patched, world
 from tests.simulation.loop import Process, _Task, run, simulated
 from tests.simulation.played import ROOT, simulate
+from tests.simulation.world import Server
 from turnkeep_client.client import connect
 from turnkeep_client.errors import NoAnswerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Generate, Generated, decode_chunk, decode_result, encode, failure
 from turnkeep_client.subjects import SessionKey
 from turnkeep_client.wire import NatsWire
 from worker.wire import retention
-
-if TYPE_CHECKING:
-    from tests.simulation.world import Server
 
 #: The number of new histories in a run. `make soak` runs more.
 HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "150")
