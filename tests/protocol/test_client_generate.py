@@ -346,24 +346,6 @@ async def test_an_answer_under_a_reused_request_id_has_no_chunks_of_the_earlier_
     assert texts == ["Hello", TEXT[5:]]
 
 
-@pytest.mark.parametrize("lost", [{1, 2, 4}, {0, 1, 2, 3, 4, 5}])
-async def test_a_generation_takes_the_text_of_lost_chunks_from_the_result_and_ignores_malformed_chunks(
-    client: Client, worker: FakeWorker, lost: set[int]
-) -> None:
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        for i in sorted(set(range(6)) - lost):
-            await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
-        for junk in (b'{"seq":', b"null", b'{"seq": 1, "i": "x"}', b'{"seq": %d, "i": 1}' % seq):
-            await worker.nats.publish(SUBJECTS.tokens(KEY, request.id), junk)
-        await asyncio.sleep(0.2)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    generation = client.session("s1").generate(text="hi")
-    await read_all(generation)
-    assert generation.result.text == TEXT
-
-
 async def test_a_caller_that_reads_slowly_gets_every_chunk(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,15 +230,6 @@ async def test_session_tenant_worker_and_prefix_names_with_forbidden_characters_
         await anext(client.metrics("a.b"))
 
 
-async def test_the_client_methods_info_and_ask_raise_an_error_if_no_worker_serves_the_session(
-    client: Client, worker: FakeWorker
-) -> None:
-    with pytest.raises(NoAnswerError, match=r"no worker serves turnkeep\.default\.s1\.ctl"):
-        await client.session("s1").info()
-    with pytest.raises(NoAnswerError, match=r"no worker serves turnkeep\.default\.s1\.ask"):
-        await client.ask("s1", text="hi")
-
-
 async def test_the_client_method_info_raises_an_error_if_the_worker_does_not_answer_in_time(
     server: NatsServer, worker: FakeWorker
 ) -> None:
@@ -350,18 +341,6 @@ async def test_connecting_without_a_nats_server_fails_at_once_with_one_line_that
         await connect(url, connect_timeout_s=3600)
     why = "the host name is not known" if host.endswith("invalid") else "connection refused"
     assert str(caught.value) == f"no NATS server at {url.replace('user:secret@', '')}: {why}"
-
-
-async def test_a_client_connected_with_or_without_await_is_closed_at_the_end_of_its_async_with_block(
-    server: NatsServer,
-) -> None:
-    async with connect(server.url) as entered:
-        assert entered.connected
-    async with await connect(server.url) as awaited:
-        assert awaited.connected
-    for client in (entered, awaited):
-        with pytest.raises(ClientClosedError, match="the client is closed"):
-            await client.session("s1").append(text="a")
 
 
 async def test_an_unreachable_nats_server_raises_noservererror_which_is_also_a_connectionerror(

@@ -8,7 +8,7 @@ from msgspec.structs import replace as replace_fields
 from session_world import World
 
 from cache.names.policy import FULL, Policy
-from turnkeep_client.messages import Append, CachePolicy, Close, Failed, Generate, Open, Rewind, SessionCache
+from turnkeep_client.messages import Append, CachePolicy, Close, Failed, Generate, Open, SessionCache
 from worker.device.request import TurnRequest
 from worker.sessions.history import RefusedError
 from worker.sessions.limits import MOST_POLICIES, RequestLimits, misfit
@@ -19,23 +19,6 @@ SAID = SessionCache(policy="sink_window", sink=4, window=40)
 
 def append(number: int, num_tokens: int = 1) -> Append:
     return Append(id=f"a{number}", tokens=(5,) * num_tokens)
-
-
-async def test_results_contain_the_cache_policy_and_the_first_visible_position_of_their_session(
-    world: World,
-) -> None:
-    """From `visible_from` on the model sees all tokens; of the earlier tokens it sees only the sinks."""
-    first = await world.ask(Open(id="o", cache=SINK_WINDOW))
-    assert (first.cache, first.visible_from, first.position) == (SAID, 0, 0)
-    whole = await world.ask(append(1, 44))
-    assert (whole.cache, whole.visible_from, whole.position) == (SAID, 0, 44)
-    longer = await world.ask(append(2, 6))
-    assert (longer.cache, longer.visible_from, longer.position) == (SAID, 10, 50)
-    answer = await world.ask(Generate(id="g", max_tokens=1, tokens=(5,)))
-    assert (answer.cache, answer.visible_from, answer.position) == (SAID, 12, 52)
-    back = await world.ask(Rewind(id="r", position=45))
-    assert (back.cache, back.visible_from, back.position) == (SAID, 5, 45)
-    await world.assert_fold_is_life()
 
 
 async def test_clients_can_choose_only_a_bounded_number_of_different_cache_policies(world: World) -> None:
