@@ -265,9 +265,7 @@ async def test_the_time_between_two_reads_of_the_caller_does_not_count_towards_t
     assert num_read == 3
 
 
-async def test_a_failed_generation_raises_an_error_after_its_chunks(
-    client: Client, worker: FakeWorker
-) -> None:
+async def test_a_failed_generation_raises_an_error_after_chunks(client: Client, worker: FakeWorker) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.chunk(request, 0, [11], "He")
         await asyncio.sleep(0.1)
@@ -659,9 +657,7 @@ async def test_two_waiters_for_one_answer_that_retry_after_timeouts_do_not_short
     assert 0 < num_timeouts <= 12
 
 
-async def test_closing_a_client_ends_its_waiting_calls_with_an_error(
-    client: Client, worker: FakeWorker
-) -> None:
+async def test_closing_a_client_ends_waiting_calls_with_an_error(client: Client, worker: FakeWorker) -> None:
     worker.script = silent
     readers = [
         asyncio.create_task(read_all(client.session("s1").generate(text="hi"))),

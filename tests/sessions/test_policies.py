@@ -53,9 +53,7 @@ def test_many_cache_policies_of_one_tenant_leave_room_for_policies_of_another_te
     limits.note(Policy(5, 40), "loud")
 
 
-async def test_an_open_request_with_sink_window_but_without_sizes_gets_the_default_sizes(
-    world: World,
-) -> None:
+async def test_an_open_request_with_sink_window_but_without_sizes_gets_default_sizes(world: World) -> None:
     result = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window")))
     assert result.cache == SessionCache(policy="sink_window", sink=4, window=1024)
 

@@ -214,11 +214,7 @@ def _undo_import(log: Logged, seq: int, at_s: float) -> None:
 
 
 def _check_result(
-    log: Logged,
-    message: Message,
-    result: Result,
-    found: dict[SessionKey, Logged],
-    history: History,
+    log: Logged, message: Message, result: Result, found: dict[SessionKey, Logged], history: History
 ) -> Iterator[str]:
     seq = result.seq or 0
     request = log.requests[seq]

@@ -151,10 +151,7 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
             stack.enter_context(_set(module, "Nats", make))
         before = structlog.get_config()
         level = logging.DEBUG if tell else logging.ERROR
-        structlog.configure(
-            processors=[log],
-            wrapper_class=structlog.make_filtering_bound_logger(level),
-        )
+        structlog.configure(processors=[log], wrapper_class=structlog.make_filtering_bound_logger(level))
         stack.callback(structlog.configure, **before)
         of_gateways = logging.getLogger("gateway")
         stack.enter_context(_set(of_gateways, "handlers", [Logged(logging.ERROR)]))
