@@ -1,7 +1,5 @@
 """Fixtures: a real nats-server, a scripted worker connected to it, and a client."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

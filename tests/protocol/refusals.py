@@ -1,7 +1,5 @@
 """Reads what workers refuse from `refusals.toml`: each row is for the decoders and for a worker."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """A real nats-server that can be killed, and a scripted worker that speaks the protocol with raw nats-py."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
@@ -177,6 +175,10 @@ async def answer(worker: FakeWorker, seq: int, request: Request) -> None:
     await worker.result(plain_result(seq, request))
     if isinstance(request, Generate):
         await worker.end(request)
+
+
+async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
+    """Never answer."""
 
 
 async def refuse(worker: FakeWorker, seq: int, request: Request) -> None:

@@ -1,7 +1,5 @@
 """Chunks that are split, repeated or reordered in any way join to the result, or raise an error."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +28,7 @@ def deliveries(draw: st.DrawFn) -> tuple[list[tuple[int, str]], list[Chunk]]:
 
 
 @given(deliveries())
-def test_overlapping_repeated_reordered_or_lost_chunks_are_assembled_into_the_recorded_answer(
+def test_overlapping_repeated_reordered_or_lost_chunks_are_joined_into_the_recorded_answer(
     delivery,
 ) -> None:
     answer, chunks = delivery

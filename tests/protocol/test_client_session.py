@@ -1,7 +1,5 @@
 """What a session's methods send, return and raise, against a real server and a scripted worker."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math
@@ -26,6 +24,7 @@ from scripted_worker import (
     metrics,
     plain_result,
     refuse,
+    silent,
 )
 
 from tests.parts import NatsServer, free_port, until
@@ -61,10 +60,6 @@ from turnkeep_client.nats_client import Nats
 from turnkeep_client.sampling import Sampling
 from turnkeep_client.session import Session
 from turnkeep_client.subjects import SessionKey
-
-
-async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
-    """Never answer."""
 
 
 async def test_each_client_session_method_sends_the_request_of_its_name_and_returns_its_result(
@@ -235,15 +230,6 @@ async def test_session_tenant_worker_and_prefix_names_with_forbidden_characters_
         await anext(client.metrics("a.b"))
 
 
-async def test_the_client_methods_info_and_ask_raise_an_error_if_no_worker_serves_the_session(
-    client: Client, worker: FakeWorker
-) -> None:
-    with pytest.raises(NoAnswerError, match=r"no worker serves turnkeep\.default\.s1\.ctl"):
-        await client.session("s1").info()
-    with pytest.raises(NoAnswerError, match=r"no worker serves turnkeep\.default\.s1\.ask"):
-        await client.ask("s1", text="hi")
-
-
 async def test_the_client_method_info_raises_an_error_if_the_worker_does_not_answer_in_time(
     server: NatsServer, worker: FakeWorker
 ) -> None:
@@ -355,18 +341,6 @@ async def test_connecting_without_a_nats_server_fails_at_once_with_one_line_that
         await connect(url, connect_timeout_s=3600)
     why = "the host name is not known" if host.endswith("invalid") else "connection refused"
     assert str(caught.value) == f"no NATS server at {url.replace('user:secret@', '')}: {why}"
-
-
-async def test_a_client_connected_with_or_without_await_is_closed_at_the_end_of_its_async_with_block(
-    server: NatsServer,
-) -> None:
-    async with connect(server.url) as entered:
-        assert entered.connected
-    async with await connect(server.url) as awaited:
-        assert awaited.connected
-    for client in (entered, awaited):
-        with pytest.raises(ClientClosedError, match="the client is closed"):
-            await client.session("s1").append(text="a")
 
 
 async def test_an_unreachable_nats_server_raises_noservererror_which_is_also_a_connectionerror(

@@ -1,7 +1,5 @@
 """Clients connect to slow servers, leave silent ones, and stop reconnecting when they are closed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import errno

@@ -1,7 +1,5 @@
 """Images in the log: a file is stored once, in entries that prove themselves, and read back."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Messages and subjects survive encoding, and invalid ones are refused with a sentence that helps."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -251,7 +249,7 @@ def test_a_client_decodes_a_result_of_a_newer_worker_that_has_an_unknown_field()
 
 
 @pytest.mark.parametrize("kind", ["append", "generate"])
-def test_a_decoded_request_that_is_encoded_again_has_the_keys_of_its_tools_in_the_sent_order(
+def test_a_decoded_request_that_is_encoded_again_has_the_keys_of_its_tools_as_sent(
     kind: str,
 ) -> None:
     tools = b'[{"function":{"parameters":{"b":1,"a":2},"name":"f"},"type":"function"}]'

@@ -1,17 +1,18 @@
 """The protocol page and the AsyncAPI document match the code, and the examples run."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import re
 import subprocess
 import sys
+from asyncio.subprocess import Process
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import jsonschema
+import msgspec
 import pytest
 import yaml
 from scripted_worker import generated, metrics, plain_result, session_info
@@ -22,11 +23,6 @@ from turnkeep_client import asyncapi, log, messages, typescript
 from turnkeep_client.errors import ERROR_CODES, RETRYABLE, InvalidMessageError
 from turnkeep_client.subjects import ChunkKind, SessionKind
 
-if TYPE_CHECKING:
-    from asyncio.subprocess import Process
-    from collections.abc import Awaitable, Callable
-
-    import msgspec
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
 README = (ROOT / "README.md").read_text()

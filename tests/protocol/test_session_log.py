@@ -1,7 +1,5 @@
 """A log as clients read it: requests with their results, in the order of the results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -150,9 +148,7 @@ async def test_of_two_results_of_a_request_in_a_session_log_the_history_has_only
     assert paired(GARDEN, [*entries, twice]).exchanges == log.exchanges
 
 
-async def test_a_session_log_is_read_the_same_after_its_answered_requests_have_left_the_request_queue() -> (
-    None
-):
+async def test_a_session_log_is_read_the_same_after_its_answered_requests_have_left_the_queue() -> None:
     whole = await read(stream(), GARDEN)
     answered = [one.asked.seq for one in whole.exchanges]
     assert await read(stream(*answered), GARDEN) == whole

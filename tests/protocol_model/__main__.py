@@ -3,8 +3,6 @@
 python -m tests.protocol_model [--replay SEED --histories N]
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys

@@ -7,49 +7,30 @@ them allows is an error. A result that changes nothing (a failure, a repeat, a c
 fence: why it is given is not modelled.
 """
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from unittest.mock import patch
 
 from cache.names.policy import FULL
 from tests.simulation import history, jetstream
 from tests.simulation import world as simulated_world
 from tests.simulation.actors import EXPECT_HEADER, SUBJECTS
+from tests.simulation.jetstream import Message, Stream
+from tests.simulation.world import Server
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import ENDED_HEADER, SEALED_HEADER
 from turnkeep_client.messages import Close, Generate, decode_chunk, decode_request, decode_result
 from turnkeep_client.session_log import changes_session
+from turnkeep_client.subjects import SessionKey
 from worker.process.setting_kinds import TenantLimits
 
 from .model import Chunk, Entry, Memory, Model, Rules, Session, Shared, Worker, last_out
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.simulation.jetstream import Message, Stream
-    from tests.simulation.world import Server
-    from turnkeep_client.subjects import SessionKey
-
 #: Steps that only the worker itself sees.
-_HIDDEN = {
-    *(
-        "look on",
-        "list",
-        "read",
-        "next",
-        "repeat",
-        "begin",
-        "end",
-        "seen",
-        "check",
-        "leave",
-        "read anew",
-        "ack",
-    ),
-}
+_HIDDEN = {"look on", "list", "read", "next", "repeat", "begin", "end", "seen", "check", "ack"}
+_HIDDEN |= {"leave", "read anew"}
 _RULES = Rules(num_faults=0, num_losses=1, num_drains=0, num_ends=10**6, routes_freely=True, most_chunks=None)
 _SETTINGS: Final = {
     "ack_wait_s": 1.0,

@@ -1,7 +1,5 @@
 """The protocol's model keeps its invariants, finds faults put into it, and follows real histories."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

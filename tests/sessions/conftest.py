@@ -4,8 +4,6 @@ Tests with the mark `simulated` and without `real` run in the simulation of `tes
 time, with a NATS server in memory, and a device whose next token is a hash of the tokens before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Raw access to a worker's subjects: publishes any bytes, receives all results, checks the log at the end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -25,6 +23,11 @@ def append(request_id: str, text: str = "hello", **more: Any) -> dict[str, Any]:
 
 def generate(request_id: str, **more: Any) -> dict[str, Any]:
     return {"type": "generate", "id": request_id, "max_tokens": 4} | more
+
+
+def user(text: str) -> list[dict[str, str]]:
+    """Return the messages of a request that has one, of a user."""
+    return [{"role": "user", "content": text}]
 
 
 class Wire:
@@ -76,9 +79,9 @@ class Wire:
         """Publish a request and return its result."""
         return await self.result(await self.publish(session, body, **more))
 
-    async def forge(self, session: str, body: bytes, tenant: str = "default") -> int:
+    async def forge(self, session: str, body: bytes) -> int:
         """Store a message on a session's `out` that no worker has made."""
-        ack = await self.js.publish(self.subject(session, "commit", tenant), body)
+        ack = await self.js.publish(self.subject(session, "commit"), body)
         self.forged.add(ack.seq)
         return int(ack.seq)
 

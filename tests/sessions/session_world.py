@@ -1,7 +1,5 @@
 """One session with its log, which is a list; the device's tokens come from a hash. All else is real."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime

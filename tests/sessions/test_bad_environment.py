@@ -1,7 +1,5 @@
 """A faulty environment gives one error line and an exit code, and no acknowledged turn is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

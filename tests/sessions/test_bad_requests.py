@@ -1,7 +1,5 @@
 """Any bytes published on a session's subjects get one clear answer, and do not affect other requests."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path
@@ -189,9 +187,7 @@ async def test_a_request_that_exceeds_the_context_is_refused_and_adds_nothing_to
     await check_goes_on(w, "s")
 
 
-async def test_an_answer_that_reaches_the_context_limit_ends_with_the_finish_reason_length(
-    wire: Start,
-) -> None:
+async def test_an_answer_that_reaches_the_context_limit_ends_with_finish_reason_length(wire: Start) -> None:
     w = await wire(max_context=64)
     result = await w.send("s", generate("a", text="x" * 60, max_tokens=100))
     assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 4, 64)

@@ -1,7 +1,5 @@
 """Models with windows, recurrent states or quantised KV: their snapshots, log lines, and refusals."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -3,8 +3,6 @@
 Damaged and forged checkpoints are ignored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -385,9 +383,7 @@ async def test_a_chat_template_that_numbers_all_messages_renders_the_same_after_
     assert_same(world.session.history, (await whole(world)).history)
 
 
-async def test_a_session_that_is_unloaded_after_each_request_still_gets_checkpoints(
-    world: World,
-) -> None:
+async def test_a_session_that_is_unloaded_after_each_request_still_gets_checkpoints(world: World) -> None:
     """Rarely used sessions are unloaded from memory after each answer."""
     for number in range(8 * EVERY):
         await world.ask(question(number))

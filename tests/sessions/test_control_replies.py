@@ -1,7 +1,5 @@
 """Requests on `ctl` and `ask` are answered though their worker is away; long replies are divided."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -38,6 +36,19 @@ async def end(wire: Wire, how: str) -> None:
         wire.worker.process.kill()
     else:
         wire.worker.app.stop()
+
+
+def held_up(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Make turns wait for the device until the event that this returns is set."""
+    engine, over = wire.worker.app._parts.engine, asyncio.Event()
+    run = engine.run
+
+    async def held(*arguments: Any, **options: Any) -> Any:
+        await over.wait()
+        return await run(*arguments, **options)
+
+    monkeypatch.setattr(engine, "run", held)
+    return over
 
 
 async def replies(wire: Wire, kind: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -122,19 +133,13 @@ async def test_the_command_info_lists_a_request_that_waits_for_the_device_among_
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     w = await quiet_wire()
-    engine, over = w.worker.app._parts.engine, asyncio.Event()
-    run = engine.run
-
-    async def held(*arguments: Any, **options: Any) -> Any:
-        await over.wait()
-        return await run(*arguments, **options)
+    over = held_up(w, monkeypatch)
 
     async def shown() -> list[list[str]]:
         await print_info(w.worker.client, "s")
         rows = (line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines())
         return [row for row in rows if row[0] == "state" or row[:2] == ["requests", "waiting"]]
 
-    monkeypatch.setattr(engine, "run", held)
     seq = await w.publish("s", generate("first", text="eee"))
     await w.until("s", "waiting")
     assert await shown() == [["state", "waiting"], ["requests", "waiting", "first"]]
@@ -152,14 +157,7 @@ async def test_an_info_request_lists_the_waiting_requests_of_a_session_in_pages(
 ) -> None:
     w = await quiet_wire()
     ids = [f"{number:064d}" for number in range(300)]
-    engine, over = w.worker.app._parts.engine, asyncio.Event()
-    run = engine.run
-
-    async def held(*arguments: Any, **options: Any) -> Any:
-        await over.wait()
-        return await run(*arguments, **options)
-
-    monkeypatch.setattr(engine, "run", held)
+    over = held_up(w, monkeypatch)
     await w.publish("s", generate("first", text="eee"))
     await w.until("s", "waiting")
     for request_id in ids:

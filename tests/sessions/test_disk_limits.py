@@ -1,7 +1,5 @@
 """What of sessions is on disk: limits, closes with `forget`, and sessions that leave none there."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
@@ -216,9 +214,7 @@ async def test_a_session_opened_without_snapshots_still_restores_the_snapshots_o
     assert saved.cached_tokens >= 3 * BLOCK
 
 
-async def test_a_client_refuses_to_open_a_paged_session_without_snapshots(
-    local_worker: Callable,
-) -> None:
+async def test_a_client_refuses_to_open_a_paged_session_without_snapshots(local_worker: Callable) -> None:
     worker = await local_worker()
     with pytest.raises(InvalidMessageError, match="keeps the KV of a paged session on SSD"):
         await worker.client.session("s").open({"policy": "paged", "snapshots": "none"})

@@ -1,7 +1,5 @@
 """Embeddings and scores over NATS, of decoders and encoders; they leave no log entries and no KV."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,7 +1,5 @@
 """One tenant's flood: others are answered, and memory stays bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """The fold: reading a session's log gives the state that it had in memory; changed logs are not continued."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -43,9 +41,7 @@ from worker.wire.chunks import PublishedChunks
 
 
 @given(operations=OPERATIONS)
-def test_a_session_read_from_its_log_has_the_same_state_as_the_session_in_memory(
-    tokenizer, operations
-) -> None:
+def test_a_session_read_from_its_log_has_the_same_state_as_in_memory(tokenizer, operations) -> None:
     """After random valid and invalid requests, repeats, conflicts, cancellations, crashes and removals."""
     asyncio.run(live(World(tokenizer), operations))
 
@@ -269,9 +265,7 @@ async def diverged(world: World, entries: list[LogEntry]) -> str:
     return refused.message
 
 
-async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result_is_refused(
-    world,
-) -> None:
+async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result_is_refused(world) -> None:
     """Repeats of its earlier requests still get their recorded results."""
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
@@ -302,9 +296,7 @@ async def test_looking_up_a_request_id_does_not_return_the_result_of_another_id_
     assert await world.session.log.find_answered(asked) is None
 
 
-async def test_forgetting_a_reopened_session_erases_only_its_token_sequences_since_the_reopening(
-    world,
-) -> None:
+async def test_forgetting_a_reopened_session_erases_only_token_sequences_since_the_reopening(world) -> None:
     for round_ in ("1", "2"):
         await world.ask(Open(id=f"open{round_}"))
         await world.ask(Append(id=f"a{round_}", tokens=(1, 2, 3)))
@@ -336,9 +328,7 @@ async def test_forgetting_a_session_is_reported_as_incomplete_until_every_worker
     assert noted == [["quick", "this"]]
 
 
-async def test_erasing_token_sequences_with_a_common_prefix_erases_the_prefix_with_the_last_sequence() -> (
-    None
-):
+async def test_erasing_token_sequences_with_a_common_prefix_erases_the_prefix_with_the_last_one() -> None:
     erased = list[tuple[list[int], int]]()
 
     async def erase(_: object, tokens: Any, num_shared: int) -> Any:
@@ -419,9 +409,7 @@ async def test_a_session_whose_close_is_logged_stays_closed_whichever_earlier_re
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_looking_up_a_request_id_finds_the_first_of_its_results_that_are_still_in_the_index(
-    seed: int,
-) -> None:
+def test_looking_up_a_request_id_finds_the_first_of_its_results_still_in_the_index(seed: int) -> None:
     dice, ids, left = random.Random(seed), AnsweredIds(), {f"r{n}": list[AnsweredAt]() for n in range(12)}
     for number in range(1, 300):
         name = dice.choice([*left])

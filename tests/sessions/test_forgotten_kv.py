@@ -1,7 +1,5 @@
 """`forget` erases the KV of a session's tokens, also of earlier ones, except what others share."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time
@@ -54,26 +52,6 @@ async def forget(*sessions: Session) -> list[Closed]:
     closed = await asyncio.gather(*(one.close(forget=True) for one in sessions))
     assert all(one.settled for one in closed)
     return list(closed)
-
-
-@pytest.mark.parametrize("order", ["fork first", "parent first"])
-async def test_a_snapshot_shared_by_parent_and_fork_is_removed_only_when_both_are_closed_with_forget(
-    local_worker: Start, endless_model: Path, tmp_path: Path, order: str
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    await worker.client.session("other").open()
-    parent = worker.client.session("parent")
-    await parent.append(tokens=SECRET)
-    forks = [await parent.fork(f"fork-{i}") for i in range(3)]
-    await forks[0].append(tokens=SECRET)
-    chance = worker.client.session("chance")
-    await chance.append(tokens=SECRET[:70])
-    assert (await settled(parent)).snapshots.stored
-    sessions = [parent, *forks, chance]
-    for one in sessions if order == "parent first" else reversed(sessions):
-        assert not await all_gone(worker.client, tmp_path)
-        await forget(one)
-    assert await all_gone(worker.client, tmp_path)
 
 
 async def test_forgetting_a_parent_session_keeps_the_snapshots_of_the_tokens_that_its_fork_shares(

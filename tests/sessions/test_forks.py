@@ -1,7 +1,5 @@
 """Forks: a session begins with a parent's tokens, and does not prefill them again."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -23,10 +21,10 @@ def said(text: str, role: str = "user") -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
 
-async def conversation(client: Client, name: str = "parent", turns: int = 2, **options: Any) -> Session:
-    session = client.session(name, **options)
+async def conversation(client: Client, name: str = "parent") -> Session:
+    session = client.session(name)
     await session.append(messages=said("Answer in rhymes.", "system"))
-    for number in range(turns):
+    for number in range(2):
         await session.generate(messages=said(f"And number {number}?"), max_tokens=8)
     return session
 
@@ -41,8 +39,8 @@ async def settled(session: Session) -> Metrics:
             await asyncio.sleep(0.05)
 
 
-async def tokens_after(session: Session, **options: Any) -> tuple[int, ...]:
-    return (await session.generate(messages=said("Go on."), max_tokens=12, **options)).tokens
+async def tokens_after(session: Session) -> tuple[int, ...]:
+    return (await session.generate(messages=said("Go on."), max_tokens=12)).tokens
 
 
 @pytest.mark.real

@@ -1,7 +1,5 @@
 """A log that is full can be emptied, and requests that it took get results."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

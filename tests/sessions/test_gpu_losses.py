@@ -1,7 +1,5 @@
 """GPUs that fail as Metal does: no worker stays and fails."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

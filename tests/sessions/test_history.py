@@ -1,57 +1,20 @@
 """A session's log as workers and clients read it: its conversation, lists of sessions, its size."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 
 import pytest
-from raw_wire import Start, generate
+from raw_wire import Start, generate, user
 
 from tests.simulation import device
 from tests.simulation.world import Server
 from turnkeep_client.client import Client
-from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.history import History
 from turnkeep_client.messages import Generate, Generated, Message
 
 
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
 def said(history: History) -> list[tuple[str, object]]:
     return [(one.role, one.content) for one in history.messages]
-
-
-@pytest.mark.simulated
-async def test_the_client_method_history_returns_messages_and_answers_with_their_positions(
-    client: Client,
-) -> None:
-    """Failed requests and repeats are left out."""
-    session = client.session("s")
-    assert (await session.history()).messages == []
-    begun = await session.append(messages=[{"role": "system", "content": "Rhyme."}])
-    first = await session.generate(messages=user("a?"), request_id="g1", max_tokens=3, prefix="So ")
-    with pytest.raises(RequestFailedError, match="position_conflict"):
-        await session.append(messages=user("no"), expect_position=1)
-    second = await session.generate(text="b?", max_tokens=3)
-    assert (
-        await session.generate(messages=user("a?"), request_id="g1", max_tokens=3, prefix="So ")
-    ).repeat_of
-    history = await session.history()
-    assert said(history) == [
-        ("system", "Rhyme."),
-        ("user", "a?"),
-        ("assistant", "So " + first.text),
-        ("user", "b?"),
-        ("assistant", second.text),
-    ]
-    assert history.is_whole
-    assert [turn.position for turn in history.turns] == [begun.position, first.position, second.position]
-    assert [turn.start for turn in history.turns] == [0, begun.position, first.position]
-    assert history.turns[1].answer == first
-    assert history.position == (await session.info()).position
 
 
 @pytest.mark.simulated
@@ -117,25 +80,6 @@ async def test_the_history_of_a_forked_session_begins_with_the_turns_of_its_pare
             await asyncio.sleep(0.01)
     assert said(rest) == [("user", "c?"), ("assistant", last.text)]
     assert rest.position == history.position
-
-
-@pytest.mark.simulated
-async def test_the_history_of_a_session_keeps_turns_whose_tokens_a_later_turn_has_rewritten(
-    client: Client,
-) -> None:
-    """Here the tools at the beginning were removed, so the session is shorter than its first turn was."""
-    session = client.session("s")
-    tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
-    first = await session.generate(messages=user("a?"), max_tokens=3, tools=tools)
-    second = await session.generate(messages=user("b?"), max_tokens=3, tools=[])
-    assert second.position < first.position
-    whole = [("user", "a?"), ("assistant", first.text), ("user", "b?"), ("assistant", second.text)]
-    forked = await (await session.fork("fork")).history()
-    assert (said(forked), forked.is_whole, forked.position) == (whole, True, second.position)
-    await session.rewind(second.position - 1)
-    cut = await session.history()
-    assert (said(cut), cut.position) == (whole, second.position - 1)
-    assert [turn.is_cut for turn in cut.turns] == [False, True]
 
 
 @pytest.mark.simulated

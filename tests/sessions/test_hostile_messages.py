@@ -1,13 +1,11 @@
 """Forged entries and malformed frames change no answer, and stop neither connection nor worker."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import product
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -99,9 +97,7 @@ async def genuine(w: Wire, seq: int) -> dict[str, Any]:
 
 
 @pytest.mark.simulated
-async def test_a_forged_result_for_a_request_that_waits_behind_another_request_is_ignored(
-    wire: Start,
-) -> None:
+async def test_a_forged_result_for_a_request_that_waits_behind_another_is_ignored(wire: Start) -> None:
     """Even if it has a digest: a worker's results have their requests, too."""
     w = await wire()
     await w.send("s", append("a"))
@@ -183,7 +179,7 @@ class Socket:
         self._writer = writer
 
     @classmethod
-    async def open(cls, url: str) -> Socket:
+    async def open(cls, url: str) -> Self:
         parts = urlsplit(url)
         socket = cls(*await asyncio.open_connection(parts.hostname, parts.port))
         await socket.send(b'CONNECT {"verbose":false,"pedantic":false,"headers":true}\r\n')
@@ -301,9 +297,7 @@ async def test_a_worker_still_answers_after_messages_with_malformed_session_name
     w.forged |= {seq for seq, subject, _ in await w.entries() if "default.s." not in subject}
 
 
-async def test_a_nats_connection_whose_read_loop_raises_an_exception_reconnects_at_once(
-    nats_url: str,
-) -> None:
+async def test_a_nats_connection_whose_read_loop_raises_an_error_reconnects_at_once(nats_url: str) -> None:
     """Otherwise it would receive nothing until its pings time out."""
     back = asyncio.Event()
 

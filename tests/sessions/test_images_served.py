@@ -1,7 +1,5 @@
 """Sessions with images: as durable, exact and separate as those of text; with a tiny model that sees."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

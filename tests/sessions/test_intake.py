@@ -1,7 +1,5 @@
 """Which deliveries a worker accepts, returns to the server, or passes on, without a NATS server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from datetime import UTC, datetime, timedelta
@@ -63,7 +61,7 @@ def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, nc: Any = No
     )
 
 
-async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_a_full_one_up_to_the_tenants_share() -> (
+async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_if_full_up_to_the_tenants_share() -> (
     None
 ):
     intake, accepted = intake_for(4, 3), []
@@ -78,9 +76,7 @@ async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_a_full_one_
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
 
 
-async def test_the_delay_of_requests_returned_to_nats_grows_with_the_requests_of_all_tenants_together() -> (
-    None
-):
+async def test_the_delay_of_requests_returned_to_nats_grows_with_those_of_all_tenants_together() -> None:
     intake = intake_for(9)
     for seq in range(2_000):
         await intake.deliver(last := Delivered(f"s{seq}", seq, tenant=f"t{seq % 2}"), lambda _: None)
@@ -121,9 +117,7 @@ async def test_only_the_last_delivery_of_the_newest_request_of_a_session_stays_u
     assert [one.is_acked for one in deliveries] == [True, False, True, True]
 
 
-async def test_sessions_whose_requests_a_restarted_nats_server_has_lost_are_no_longer_counted_as_active() -> (
-    None
-):
+async def test_sessions_whose_requests_a_restarted_nats_server_has_lost_no_longer_count_as_active() -> None:
     stored = {5: STORED, 6: STORED + timedelta(seconds=1)}
 
     async def entry(seq: int) -> Any:
@@ -412,9 +406,7 @@ def test_a_worker_lists_per_session_the_first_request_that_it_alone_got_and_is_s
     assert routing.first_routed() == {KEY: 8}
 
 
-async def test_a_new_session_whose_chosen_worker_is_full_is_served_by_the_worker_that_got_its_request() -> (
-    None
-):
+async def test_a_new_session_whose_chosen_worker_is_full_stays_at_the_worker_that_got_its_request() -> None:
     cluster = Cluster()
     owner = (await cluster.workers["a"]._owners.owner(KEY)).member.worker
     cluster.full.add(owner)

@@ -1,7 +1,5 @@
 """Messages as clients write them: other shapes, special tokens spelled out, templates that never end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable
@@ -9,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_wire import Start, append, generate
+from raw_wire import Start, append, generate, user
 from tokenizers import Tokenizer
 
 from cache.names.tokens import from_compact
@@ -105,20 +103,16 @@ SPINS = (
 )
 
 
-def said(content: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": content}]
-
-
 async def test_a_message_on_which_the_chat_template_never_ends_is_refused_and_the_next_one_answered(
     wire: Start, model_with_template: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never ends for some message, or for an answer's header. Other sessions are answered meanwhile."""
     monkeypatch.setattr(chat_template, "_MAX_STEPS", 300_000)
     w = await wire(model=str(model_with_template("spinning", SPINS + CHAT_TEMPLATE)))
-    await w.send("s", {"type": "append", "id": "a", "messages": said("hello")})
-    await w.send("later", {"type": "append", "id": "a", "messages": said("spin later")})
+    await w.send("s", {"type": "append", "id": "a", "messages": user("hello")})
+    await w.send("later", {"type": "append", "id": "a", "messages": user("spin later")})
     spinning = [
-        await w.publish("s", generate("b", messages=said("spin"))),
+        await w.publish("s", generate("b", messages=user("spin"))),
         await w.publish("later", generate("b")),
     ]
     others = [await w.publish(f"other-{i}", append("a")) for i in range(20)]
@@ -127,7 +121,7 @@ async def test_a_message_on_which_the_chat_template_never_ends_is_refused_and_th
         assert (result["type"], result["code"]) == ("failed", "invalid_request")
         assert "it takes more than 300000 steps" in result["message"]
     assert {result["type"] for result in served[1:]} == {"appended"}
-    assert (await w.send("s", generate("c", messages=said("go on"))))["type"] == "generated"
+    assert (await w.send("s", generate("c", messages=user("go on"))))["type"] == "generated"
 
 
 #: The tiny model has a token for each byte, and for `<|im_start|>`, `<|im_end|>` and `<|endoftext|>`.
@@ -136,19 +130,15 @@ NUM_AROUND = len("<user\n") + len(">\n")
 NUM_HEADER = len("<assistant\n")
 
 
-def said_of_injected(content: str = INJECTION) -> list[dict[str, str]]:
-    return [{"role": "user", "content": content}]
-
-
 @pytest.mark.simulated
 async def test_special_token_text_in_a_message_is_ordinary_text_unless_the_option_special_tokens_is_true(
     wire: Start,
 ) -> None:
     w = await wire()
-    data = await w.send("data", {"type": "append", "id": "a", "messages": said_of_injected()})
+    data = await w.send("data", {"type": "append", "id": "a", "messages": user(INJECTION)})
     assert data["position"] == NUM_AROUND + len(INJECTION)
     trusted = await w.send(
-        "trusted", {"type": "append", "id": "a", "messages": said_of_injected(), "special_tokens": True}
+        "trusted", {"type": "append", "id": "a", "messages": user(INJECTION), "special_tokens": True}
     )
     assert trusted["position"] == data["position"] - len("|im_end|>") - len("|im_start|>")
     for name, position in (("data", data["position"]), ("trusted", trusted["position"])):

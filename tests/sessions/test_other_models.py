@@ -1,7 +1,5 @@
 """A session continues under another template, weights or tokenizer, or is refused with the reason."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from pathlib import Path

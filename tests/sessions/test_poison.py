@@ -1,7 +1,5 @@
 """A request that crashes workers, or fails each time, becomes a dead letter; a returned one does not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """A session keeps the cache policy that it began with: through the log, checkpoints and other workers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +8,7 @@ from msgspec.structs import replace as replace_fields
 from session_world import World
 
 from cache.names.policy import FULL, Policy
-from turnkeep_client.messages import Append, CachePolicy, Close, Failed, Generate, Open, Rewind, SessionCache
+from turnkeep_client.messages import Append, CachePolicy, Close, Failed, Generate, Open, SessionCache
 from worker.device.request import TurnRequest
 from worker.sessions.history import RefusedError
 from worker.sessions.limits import MOST_POLICIES, RequestLimits, misfit
@@ -21,23 +19,6 @@ SAID = SessionCache(policy="sink_window", sink=4, window=40)
 
 def append(number: int, num_tokens: int = 1) -> Append:
     return Append(id=f"a{number}", tokens=(5,) * num_tokens)
-
-
-async def test_results_contain_the_cache_policy_and_the_first_visible_position_of_their_session(
-    world: World,
-) -> None:
-    """From `visible_from` on the model sees all tokens; of the earlier tokens it sees only the sinks."""
-    first = await world.ask(Open(id="o", cache=SINK_WINDOW))
-    assert (first.cache, first.visible_from, first.position) == (SAID, 0, 0)
-    whole = await world.ask(append(1, 44))
-    assert (whole.cache, whole.visible_from, whole.position) == (SAID, 0, 44)
-    longer = await world.ask(append(2, 6))
-    assert (longer.cache, longer.visible_from, longer.position) == (SAID, 10, 50)
-    answer = await world.ask(Generate(id="g", max_tokens=1, tokens=(5,)))
-    assert (answer.cache, answer.visible_from, answer.position) == (SAID, 12, 52)
-    back = await world.ask(Rewind(id="r", position=45))
-    assert (back.cache, back.visible_from, back.position) == (SAID, 5, 45)
-    await world.assert_fold_is_life()
 
 
 async def test_clients_can_choose_only_a_bounded_number_of_different_cache_policies(world: World) -> None:
@@ -72,9 +53,7 @@ def test_many_cache_policies_of_one_tenant_leave_room_for_policies_of_another_te
     limits.note(Policy(5, 40), "loud")
 
 
-async def test_an_open_request_with_sink_window_but_without_sizes_gets_the_default_sizes(
-    world: World,
-) -> None:
+async def test_an_open_request_with_sink_window_but_without_sizes_gets_default_sizes(world: World) -> None:
     result = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window")))
     assert result.cache == SessionCache(policy="sink_window", sink=4, window=1024)
 

@@ -1,7 +1,5 @@
 """Cache policies from end to end, with a worker, a real NATS server and the client: restarts, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,8 +67,8 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 4)
 
 
-async def _talk(worker: Any, turns: range, name: str = "s") -> list[tuple[int, ...]]:
-    session = worker.client.session(name, cache=CACHE)
+async def _talk(worker: Any, turns: range) -> list[tuple[int, ...]]:
+    session = worker.client.session("s", cache=CACHE)
     return [(await session.generate(tokens=[5 + turn % 9] * 9, max_tokens=6)).tokens for turn in turns]
 
 

@@ -1,7 +1,5 @@
 """Token chunks reach clients only after they are stored, so a crash cannot lose chunks that a client has."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

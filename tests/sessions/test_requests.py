@@ -1,7 +1,5 @@
 """Valid requests of each type, and what the protocol promises for them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable

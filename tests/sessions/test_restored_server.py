@@ -1,7 +1,5 @@
 """The NATS server has older or damaged files, or lost a stream: after backups, power cuts, deletions."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator

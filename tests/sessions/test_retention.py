@@ -1,7 +1,5 @@
 """Closed sessions are removed from the log after a time, forgotten sessions at once, open sessions never."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

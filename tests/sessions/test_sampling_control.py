@@ -1,7 +1,5 @@
 """Sampling options (logit biases, min_tokens, logprobs, prefixes, recommended values) apply."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Encrypted snapshots are used only with their key; `cache verify --recompute` finds files with wrong KV."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

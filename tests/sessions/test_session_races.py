@@ -1,7 +1,5 @@
 """Races within a session: deliveries, cancels, other workers and failed reads between two of its steps."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from dataclasses import replace

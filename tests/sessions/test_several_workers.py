@@ -1,7 +1,5 @@
 """Several workers serve one prefix: limits of sessions by tenant, taking over, and draining."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """How many sessions of a tenant are active, few during a flood; metrics by tenant."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -151,9 +149,7 @@ async def test_two_flooding_tenants_get_equal_numbers_of_active_sessions() -> No
             assert one.num(tenant) == MOST // 2
 
 
-async def test_during_a_flood_of_long_answers_a_quarter_more_sessions_with_short_answers_are_admitted() -> (
-    None
-):
+async def test_during_a_flood_of_long_answers_a_quarter_more_sessions_with_short_ones_are_admitted() -> None:
     async with crowd() as one:
         await one.flood("loud")
         await one.come("loud", *(f"short{number}" for number in range(FLOOD)), max_new=3)

@@ -1,7 +1,5 @@
 """Answers follow a `response_format`: a schema, a regex, a grammar or a choice."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
@@ -13,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 from pydantic import BaseModel, Field
+from raw_wire import user
 
 from turnkeep_client.client import Client
 from turnkeep_client.errors import AnswerNotParsedError, InvalidMessageError, RequestFailedError
@@ -52,10 +51,6 @@ def by_schema(schema: dict[str, Any], **options: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": schema, **options}}
 
 
-def question(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
-
-
 @pytest.fixture
 async def client(local_worker: Callable[..., Awaitable[Any]]) -> Client:
     client: Client = (await local_worker()).client
@@ -65,7 +60,7 @@ async def client(local_worker: Callable[..., Awaitable[Any]]) -> Client:
 async def test_an_answer_requested_in_the_format_of_a_python_type_is_parsed_into_that_type(
     client: Client,
 ) -> None:
-    messages = question("Who wrote Hamlet, and how old did the writer get?")
+    messages = user("Who wrote Hamlet, and how old did the writer get?")
 
     async def answered(kind: type, max_tokens: int) -> Any:
         session = client.session(f"{kind.__name__}{max_tokens}")

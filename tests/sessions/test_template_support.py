@@ -4,8 +4,6 @@ Tested with the templates of the tests and of the packaged model, and with templ
 messages as those of known model families do.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import random

@@ -1,7 +1,5 @@
 """Tools and reasoning in a session: templates, choice of tools, results in the order of calls."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

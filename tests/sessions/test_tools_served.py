@@ -1,7 +1,5 @@
 """Tools and reasoning with a real worker: forced calls, budgets, excessive tools, a restart in an answer."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_wire import LONG, Start, Wire, generate
+from raw_wire import LONG, Start, Wire, generate, user
 from test_tools import WITH_TOOLS
 
 from tests.parts import CHAT_TEMPLATE, make_tiny_model
@@ -44,10 +42,6 @@ HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
-
-
-def user(text: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": text}]
 
 
 async def heard(session: Session, **asked: Any) -> tuple[list[Chunk], Generated]:

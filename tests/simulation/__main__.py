@@ -3,8 +3,6 @@
 A history is one run of workers, clients and faults on a NATS server in memory; its seed determines all of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -350,12 +350,7 @@ class Asker:
         if (poison := self._history.poison) and kind is Append:
             self._history.poison = ""
             named |= {"id": f"{poison}{self._number}-{len(self._asked)}", "expect_position": None}
-            named |= {
-                "deadline_s": None,
-                "text": None,
-                "messages": None,
-                "tokens": [POISON],
-            }
+            named |= {"deadline_s": None, "text": None, "messages": None, "tokens": [POISON]}
         given = {name: value for name, value in named.items() if value is not None}
         return key, decode_request(encode(given))
 

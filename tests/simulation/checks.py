@@ -4,18 +4,18 @@ Reads everything that the simulated server ever stored, directly and not by a wo
 each session's state a second time, in the simplest way: from its requests, its results and the device's hash.
 """
 
-from __future__ import annotations
-
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from cache.names.policy import FULL
 from turnkeep_client.checkpoints import CheckpointMessage, Link
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.history import History as ShownHistory
 from turnkeep_client.images import digest_of
 from turnkeep_client.log import BUILD_HEADER, CLOSE_HEADER, HISTORY_HEADER, PARTS_HEADER, derived_seed, words
 from turnkeep_client.messages import (
@@ -29,6 +29,8 @@ from turnkeep_client.messages import (
     Open,
     Opened,
     Parent,
+    Request,
+    Result,
     Rewound,
     UnknownResult,
     decode_asked,
@@ -36,22 +38,14 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
+from turnkeep_client.subjects import SessionKey
 from worker.sessions.fold import Fold
 from worker.sessions.history import TokenHistory as State
 from worker.sessions.history import answer_message
 
-from .actors import PICTURES, SUBJECTS
+from .actors import PICTURES, SUBJECTS, History, Read, Told
 from .device import END, IMAGE, POISON, VISION, next_token, pictures, tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from turnkeep_client.history import History as ShownHistory
-    from turnkeep_client.messages import Request, Result
-    from turnkeep_client.subjects import SessionKey
-
-    from .actors import History, Read, Told
-    from .jetstream import Message, Stream
+from .jetstream import Message, Stream
 
 _MAY_FAIL: Final = {
     "invalid_request",
@@ -220,11 +214,7 @@ def _undo_import(log: Logged, seq: int, at_s: float) -> None:
 
 
 def _check_result(
-    log: Logged,
-    message: Message,
-    result: Result,
-    found: dict[SessionKey, Logged],
-    history: History,
+    log: Logged, message: Message, result: Result, found: dict[SessionKey, Logged], history: History
 ) -> Iterator[str]:
     seq = result.seq or 0
     request = log.requests[seq]

@@ -200,9 +200,7 @@ class Device(EnginePort):
         if run is None:
             return None
         return Progress(
-            cached_tokens=run.num_cached,
-            context_tokens=run.num_context,
-            generated_tokens=run.num_generated,
+            cached_tokens=run.num_cached, context_tokens=run.num_context, generated_tokens=run.num_generated
         )
 
     def forget(self, key: SessionKey) -> None:

@@ -1,14 +1,13 @@
 """Runs one simulated history, checks its invariants, and records its story: what happened when."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import structlog
 
@@ -20,7 +19,7 @@ from gateway import conversations, latest_metrics, planning, recovery, removal
 from turnkeep_client.client import connect
 from turnkeep_client.history import read_history
 from turnkeep_client.messages import Closed, Opened, Rewound
-from turnkeep_client.subjects import CONSUMER
+from turnkeep_client.subjects import CONSUMER, SessionKey
 from worker import parts
 from worker.cluster import endpoints
 from worker.observe import telemetry
@@ -34,11 +33,6 @@ from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
 from .checks import check, copies, is_imported, logs, unanswered, unforgotten
 from .loop import DeadlockError, Loop, _process, run, simulated
 from .world import Server
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from turnkeep_client.subjects import SessionKey
 
 #: The gateway's modules that read clocks.
 _TIMED: Final = (gateway.http.handlers, conversations, planning, latest_metrics, recovery, removal)
@@ -157,10 +151,7 @@ def world(loop: Loop, outcome: Outcome, *, tell: bool) -> Iterator[Any]:
             stack.enter_context(_set(module, "Nats", make))
         before = structlog.get_config()
         level = logging.DEBUG if tell else logging.ERROR
-        structlog.configure(
-            processors=[log],
-            wrapper_class=structlog.make_filtering_bound_logger(level),
-        )
+        structlog.configure(processors=[log], wrapper_class=structlog.make_filtering_bound_logger(level))
         stack.callback(structlog.configure, **before)
         of_gateways = logging.getLogger("gateway")
         stack.enter_context(_set(of_gateways, "handlers", [Logged(logging.ERROR)]))

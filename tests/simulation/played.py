@@ -1,7 +1,5 @@
 """Runs simulated histories in a subprocess, for the tests."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,15 +1,9 @@
 """Reduces a failing simulated run (a history) to the few acts and disturbances that cause the failure."""
 
-from __future__ import annotations
+from collections.abc import Mapping
+from typing import Any, Final
 
-from typing import TYPE_CHECKING, Any, Final
-
-from .history import simulate
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from .history import Outcome
+from .history import Outcome, simulate
 
 #: The most histories to run for one seed.
 _MOST_RUNS: Final = 400

@@ -1,17 +1,19 @@
 """The simulated NATS server behaves like a real one, as far as workers and clients rely on it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from inspect import iscoroutinefunction
+from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import nats
 import nats.errors
 import pytest
+from nats.aio.msg import Msg
 from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
@@ -28,12 +30,6 @@ from worker.wire.connection import BrokerError, confirm_subscriptions
 from worker.wire.fence import FencedError
 from worker.wire.journal import Journal
 from worker.wire.outbox import Outbox
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    from nats.aio.msg import Msg
 
 EXPECT = "Nats-Expected-Last-Subject-Sequence"
 ACK_WAIT_S = 1.0
@@ -463,31 +459,8 @@ async def an_atomic_batch_is_stored_whole_or_not_at_all(place: Place) -> None:
     assert (await batch("whole", first, 1, 2, 3))["seq"] == first + 3
 
 
-SCENES = (
-    a_result_stored_after_another_one_cannot_be_stored_again_as_the_first,
-    an_atomic_batch_is_stored_whole_or_not_at_all,
-    a_request_that_another_worker_removed_gets_no_result,
-    a_worker_that_another_one_overtook_publishes_no_more_chunks,
-    a_cancelled_answer_stays_sealed_after_the_log_loses_its_result,
-    a_worker_whose_chunks_have_all_expired_reads_the_log_before_it_publishes,
-    the_first_chunk_of_an_answer_to_a_removed_request_is_taken_back,
-    a_forgotten_answer_publishes_nothing_after_a_new_one_under_its_id,
-    a_write_with_a_wrong_expected_sequence_stores_nothing,
-    after_a_removed_result_the_expected_sequence_is_the_one_before,
-    a_message_id_repeated_within_the_window_is_stored_once,
-    an_unacknowledged_message_is_redelivered,
-    messages_of_a_dead_worker_are_redelivered_at_once_when_taken_back,
-    a_returned_message_is_redelivered_after_its_delay,
-    a_purged_message_is_not_redelivered,
-    a_pull_ends_at_its_batch_size_or_byte_limit,
-    direct_gets_read_a_subject_in_order,
-    missing_messages_streams_consumers_and_responders_raise_errors,
-    removing_a_message_twice_raises_an_error_with_code_500,
-    a_purge_removes_only_messages_of_its_subject_below_its_sequence,
-    a_message_that_is_too_large_or_overfills_the_stream_is_refused,
-    a_key_keeps_only_its_last_message_until_that_expires,
-    a_message_reaches_one_of_a_queue_group_and_every_other_subscriber,
-)
+#: Every scene above.
+SCENES = [one for one in [*globals().values()] if iscoroutinefunction(one) and one.__module__ == __name__]
 
 
 async def play(scene: Callable[[Place], Awaitable[None]], nc: Any, folder: Path) -> None:

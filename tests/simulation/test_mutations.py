@@ -1,7 +1,5 @@
 """Simulated histories fail if a safeguard of the program is removed; the report lists the causes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

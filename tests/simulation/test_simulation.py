@@ -1,7 +1,5 @@
 """Simulated histories: new ones after each change of the code, and some that have failed before."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import hashlib
@@ -9,7 +7,7 @@ import os
 import re
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from anyio import create_task_group
@@ -17,18 +15,15 @@ from anyio import create_task_group
 from ops.log.importing import Import
 from tests.simulation import history, operators
 from tests.simulation.actors import History, Plan, Supervisor
-from tests.simulation.history import Outcome, patched, world
+from tests.simulation.history import Outcome, world
 from tests.simulation.loop import Process, _Task, run, simulated
 from tests.simulation.played import ROOT, simulate
+from tests.simulation.world import Server
 from turnkeep_client.client import connect
 from turnkeep_client.errors import NoAnswerError, RequestFailedError, TurnkeepError
-from turnkeep_client.messages import Generate, Generated, decode_chunk, decode_result, encode, failure
+from turnkeep_client.messages import Generate, encode, failure
 from turnkeep_client.subjects import SessionKey
 from turnkeep_client.wire import NatsWire
-from worker.wire import retention
-
-if TYPE_CHECKING:
-    from tests.simulation.world import Server
 
 #: The number of new histories in a run. `make soak` runs more.
 HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "150")
@@ -146,55 +141,6 @@ def test_while_the_leader_of_the_log_is_silent_the_log_is_not_read_from_a_laggin
 
     with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, _):
         run(loop, main(server))
-
-
-def test_an_answer_begun_by_a_worker_that_missed_a_close_is_continued_by_a_worker_that_saw_the_close(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The close is removed from the log, so the second worker begins a new session, answers, and dies."""
-    monkeypatch.setattr(retention, "_LAST_S", 0.0)
-
-    async def main(history: History) -> None:
-        server, (old, new) = history.server, history.supervisors
-
-        async def start(supervisor: Supervisor) -> None:
-            worker = supervisor.prepare()
-            assert supervisor.process is not None
-            supervisor.process.start(worker.run())
-            await worker.ready.wait()
-
-        async def ask(body: str) -> None:
-            server.handle("turnkeep.t.s.in", "", body.encode(), None)
-            await asyncio.sleep(5)
-
-        await start(old)
-        await ask('{"type":"append","id":"a","text":"x"}')
-        await ask('{"type":"close","id":"c"}')
-        assert old.process is not None
-        old.process.stall(6)
-        await start(new)
-        server.on_stored = lambda subject: new.kill() if ".chunk." in subject else None
-        await ask('{"type":"generate","id":"g","text":"x","max_tokens":8}')
-        assert new.process is not None
-        assert new.process.is_dead
-        await asyncio.sleep(9)
-        log, streamed = (server.jetstream.streams[name] for name in ("turnkeep_log", "turnkeep_tok"))
-        (answer,) = map(decode_result, [one.data for one in log.matching("turnkeep.t.s.out")])
-        assert isinstance(answer, Generated), answer
-        first = decode_chunk(streamed.all[0].data)
-        assert answer.tokens[: len(first.tokens)] == first.tokens
-
-    with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
-        plan = replace(Plan.of(Random(1)), num_workers=2, leases=False, roundings=1, known_sync_s=0.0)
-        plan.settings |= {
-            "closed_ttl_s": 0.0,
-            "history_idle_timeout_s": 300.0,
-            "max_attempts": 3,
-            "ack_wait_s": 1.0,
-        }
-        history = History(loop, server, plan, note)
-        with patched(history):
-            run(loop, main(history))
 
 
 def test_a_session_import_that_fails_after_its_entries_were_stored_leaves_no_session(
