@@ -830,7 +830,7 @@ test("what cannot be done is told by the class of its error", async () => {
   const full = process.env["FULL_URL"] ?? "";
   const tried = Date.now();
   await assert.rejects(connect({ servers: full }), (error) =>
-    error instanceof turnkeep.NoServerError && error.message.endsWith("none left (max_connections)"));
+    error instanceof turnkeep.FullServerError && error.message.endsWith("none left (max_connections)"));
   for (let number = 0; number < 8; number += 1) await (await connect({ servers: [full, servers] })).close();
   assert.ok(Date.now() - tried < 10_000, "NATS's packages wait 20 s for a server that has hung up");
   const unencrypted = servers.replace("nats:", "tls:");
