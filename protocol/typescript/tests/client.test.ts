@@ -277,6 +277,7 @@ test("a session forks, rewinds, is counted and described, and is forgotten", asy
   await assert.rejects(session.append({ text: "x", expect_position: position }), failsWith("position_conflict", false));
   assert.deepEqual(await session.count({ text: "four" }), { type: "counted", tokens: 4, position: 7 });
   assert.equal((await fork.close()).position, 4);
+  assert.equal(typeof (await fork.forget()).settled, "boolean", "a closed session is forgotten without an open");
   const forgotten = await session.forget();
   assert.ok(forgotten.removed_entries);
   assert.equal(typeof forgotten.settled, "boolean");
