@@ -58,7 +58,7 @@ _GROUPS: Final = {
         "model": ("model", "Models: list, describe, download and remove them."),
         "gateway": ("gateway", "Serve OpenAI's and Anthropic's APIs over HTTP, also to a team."),
         "doctor": ("doctor", "Find out why no worker can run here, and the remedy; info asks one."),
-        "cache": ("cache", "Snapshots on disk: ls, verify, remains, prune, export and import."),
+        "cache": ("cache", "Snapshots on disk: list, verify, remains, prune, export and import."),
         "drain": ("drain", "Let a worker give its sessions to the other workers."),
     },
     "Look": {

@@ -910,7 +910,7 @@ export interface SessionInfo {
   visible_tokens?: number;
   /** unless the policy is full: the model sees all from this position on */
   visible_from?: number;
-  /** if requested: the longest stored snapshot of the tokens, as in turnkeep cache ls */
+  /** if requested: the tokens' longest stored snapshot, as in turnkeep cache list */
   snapshot?: string;
   /** where a fork began */
   parent?: Parent;
