@@ -33,6 +33,7 @@ from worker.wire.connection import BrokerError, connect, loses_entries, server_v
 from worker.wire.credentials import nats_options, over_tls
 
 from .interrupts import importing
+from .nats_connection import located
 from .ports import Beside, ports_of
 from .printing import table
 
@@ -84,6 +85,8 @@ def checks(
     runs = found[1].state == "ok"
     found += [_memory(models.values() or (settings,))] if runs else []
     found += _disk(settings, starts=beside is not None)
+    if settings.nats is None and holder_pid(settings.data_dir) and noted_nats(settings.data_dir):
+        settings = located(replace(settings, nats_port=None))  # its worker may have other settings
     found += asyncio.run(_remote_nats(settings, models)) if settings.nats else _own_nats(settings)
     found += _other_ports(settings, beside or Beside())
     if not models:
@@ -246,8 +249,6 @@ def _own_nats(settings: Settings) -> list[Diagnosis]:
 
 def _port(settings: Settings) -> Diagnosis:
     port = settings.own_port
-    if holder_pid(settings.data_dir) and isinstance(running := noted_nats(settings.data_dir), int):
-        port = running  # its worker may have other settings
     try:
         check_port(port)
     except BrokerError as error:
