@@ -7,6 +7,8 @@ import dataclasses
 import errno
 import json
 import math
+import os
+import signal
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -282,6 +284,16 @@ async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too(t
     assert [(one["event"], one["model"], one["settings"]) for one in logs] == [
         ("these settings need a restart", "a", ["other_model"])
     ]
+
+
+@pytest.mark.process
+async def test_disk_limits_that_serve_reads_again_are_shown_for_the_data_directory_of_several_models(
+    house: Any, tmp_path: Path
+) -> None:
+    at, config = await house(max_disk="'1GiB'"), tmp_path / "house.toml"
+    config.write_text(config.read_text().replace("1GiB", "2MiB"))
+    os.kill(at.process.pid, signal.SIGHUP)
+    await until(lambda: with_running_limits(Settings(), at.process.data_dir)[0].max_disk == 2 * 2**20)
 
 
 @pytest.mark.packaging
