@@ -66,7 +66,7 @@ def in_one_line(place: Path | None = None) -> Iterator[None]:
     except DirectoryLockedError as error:
         raise CacheCommandError(
             f"the cache {error.directory} is in use by process {error.owner}: stop that worker first"
-            " (ls, verify and export work beside it)"
+            " (list, verify and export work beside it)"
         ) from None
     except (CacheError, sqlite3.Error) as error:
         raise CacheCommandError(str(error)) from None

@@ -24,7 +24,7 @@ from worker.cluster.liveness import Members
 from worker.model_process import place_of
 from worker.models import hub
 from worker.process.datadir import DataDir, DataDirError, DataDirInUseError, holder_pid, noted_nats
-from worker.process.formatting import size
+from worker.process.formatting import fault, size
 from worker.process.installed import as_installed
 from worker.process.limits import with_running_limits
 from worker.process.settings import SettingsError
@@ -349,8 +349,7 @@ def _model(settings: Settings, *, runs: bool) -> Diagnosis:
     except model_files.ModelError as error:
         return _failure("model", name or "", error)
     except OSError as error:
-        missing = f"{error.filename}: {error.strerror}"
-        return Diagnosis("model", "fail", name or "", missing, "let this user read it, or name another")
+        return Diagnosis("model", "fail", name or "", fault(error), "let this user read it, or name another")
     if entry.instead is not None:
         strange = model_files.ModelError(unsupported(str(found), entry.architecture, found.name))
         return _failure("model", name, strange)
