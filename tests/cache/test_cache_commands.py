@@ -64,7 +64,7 @@ def snapshots(directory):
     return sorted((directory / "snapshots").iterdir())
 
 
-async def test_cache_ls_reports_token_sequences_and_sizes_that_match_the_snapshot_files(
+async def test_cache_list_reports_token_sequences_and_sizes_that_match_the_snapshot_files(
     filled, turnkeep
 ) -> None:
     found = json.loads(turnkeep("list", "--json").stdout)
@@ -101,7 +101,7 @@ async def test_cache_verify_passes_over_the_file_that_macos_leaves_in_a_folder_s
     assert "5 files, 0 doubtful" in turnkeep("verify").stdout
 
 
-async def test_cache_ls_lists_the_files_even_if_the_index_is_missing_or_damaged(filled, turnkeep) -> None:
+async def test_cache_list_shows_the_files_even_if_the_index_is_missing_or_damaged(filled, turnkeep) -> None:
     def listed():
         chains = json.loads(turnkeep("list", "--json").stdout)["chains"]
         return sorted((chain["digest"], chain["size_bytes"], chain["tokens"]) for chain in chains)
