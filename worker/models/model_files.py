@@ -40,9 +40,9 @@ _CONTEXT_KEYS: Final = (
 UNBOUNDED: Final = 2**31 - 1
 #: The names of weight files, as mlx-lm searches them.
 _WEIGHTS: Final = "model*.safetensors"
-#: The names of GGUF files, in any case, without those (`._NAME`) that macOS adds on disks of other systems; and
-#: their first bytes.
+#: The names of GGUF files, in any case, without those (`._NAME`) that macOS adds on disks of other systems.
 GGUF_NAMES: Final = "[!.]*.[gG][gG][uU][fF]"
+#: The first bytes of such a file.
 _GGUF: Final = b"GGUF"
 #: Weights that cannot be read, and what to do.
 _UNREADABLE: Final = {
