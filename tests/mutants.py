@@ -156,16 +156,18 @@ def find(mutant: Mutant, gone: tuple[str, ...]) -> tuple[bool, str, float]:
         return done.returncode == 1, wrong[1] if wrong else said, time.monotonic() - begun_s
     is_gone = bool(gone) and mutant.test.startswith(gone)
     left = str(Path(mutant.test.partition("::")[0]).parent) if is_gone else mutant.test
-    with tempfile.NamedTemporaryFile("w+") as output:
-        arguments = [left, *(f"--deselect={test}" for test in gone)]
-        process = _FORKS.Process(target=_test, args=(mutant, arguments, output.name))
+    # Else each row would leave the folders of its tests: its process ends without pytest's own removal.
+    with tempfile.TemporaryDirectory(prefix="mutant", ignore_cleanup_errors=True) as folder:
+        arguments = [left, f"--basetemp={folder}/tests", *(f"--deselect={test}" for test in gone)]
+        output = Path(folder, "output")
+        process = _FORKS.Process(target=_test, args=(mutant, arguments, output))
         process.start()
         process.join(_MOST_S)
         if process.is_alive():
             _kill(process.pid)
             why = f"its process has not ended within {_MOST_S:.0f} s, nor did pytest end the test"
             return False, why, time.monotonic() - begun_s
-        said = output.read()
+        said = output.read_text()
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
     code = process.exitcode or 0
     what = "its process has crashed" if code < 0 else failed[-1] if failed else said[-3000:]
@@ -180,9 +182,9 @@ def _kill(pid: int | None) -> None:
             one.kill()
 
 
-def _test(mutant: Mutant, arguments: list[str], output: str) -> None:
+def _test(mutant: Mutant, arguments: list[str], output: Path) -> None:
     """Run tests without a guard, in this process, and exit with pytest's code."""
-    with Path(output).open("w") as file:
+    with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     os.chdir(ROOT)
