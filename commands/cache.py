@@ -1,6 +1,6 @@
 """`turnkeep cache`: list, verify, remove, export and import the snapshots on disk.
 
-Commands that only read (`ls`, `verify`, `export`) work beside a running worker. Commands that write
+Commands that only read (`list`, `verify`, `export`) work beside a running worker. Commands that write
 need the cache's lock; if another process has it, the error names that process.
 """
 
@@ -66,7 +66,7 @@ def in_one_line(place: Path | None = None) -> Iterator[None]:
     except DirectoryLockedError as error:
         raise CacheCommandError(
             f"the cache {error.directory} is in use by process {error.owner}: stop that worker first"
-            " (ls, verify and export work beside it)"
+            " (list, verify and export work beside it)"
         ) from None
     except (CacheError, sqlite3.Error) as error:
         raise CacheCommandError(str(error)) from None
@@ -156,16 +156,16 @@ def _empty_message(place: Path) -> str:
 
 @click.group(cls=_Group)
 def cache() -> None:
-    """Snapshots on disk: ls, verify, remains, prune, export and import."""
+    """Snapshots on disk: list, verify, remains, prune, export and import."""
 
 
 cache.add_command(remains)
 
 
-@cache.command("ls")
+@cache.command("list")
 @as_json
 @_cache_options("max_disk", "min_free_disk")
-def ls(where: _Where, as_json: bool) -> None:
+def list_(where: _Where, as_json: bool) -> None:
     """List the stored chains of tokens, the last used first, and the disk space that they take and leave.
 
     The limits are those of the worker that runs there, otherwise those of the settings.
@@ -318,7 +318,7 @@ def _recomputed(place: Path, settings: Settings) -> Recomputation:
     help="Remove the least recently used, until this size is left.",
 )
 @click.option(
-    "--identity", metavar="IDENTITY", help="Only of the model whose identity, of `cache ls`, begins so."
+    "--identity", metavar="IDENTITY", help="Only of the model whose identity, of `cache list`, begins so."
 )
 @click.option("--all", "everything", is_flag=True, help="Remove everything, also files that failed a check.")
 @as_json
@@ -373,7 +373,7 @@ def export(
     everything: bool,
     force: bool,
 ) -> None:
-    """Write chains, named as in `ls`, to a tar file that another cache can import; it is not encrypted."""
+    """Write chains, named as in `list`, to a tar file that another cache can import; it is not encrypted."""
     if everything == bool(digests):
         raise click.UsageError("name the chains to export, or say --all")
     check_target(target, force=force)

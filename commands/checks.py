@@ -24,7 +24,7 @@ from worker.cluster.liveness import Members
 from worker.model_process import place_of
 from worker.models import hub
 from worker.process.datadir import DataDir, DataDirError, DataDirInUseError, holder_pid, noted_nats
-from worker.process.formatting import size
+from worker.process.formatting import fault, size
 from worker.process.installed import as_installed
 from worker.process.limits import with_running_limits
 from worker.process.settings import SettingsError
@@ -33,6 +33,7 @@ from worker.wire.connection import BrokerError, connect, loses_entries, server_v
 from worker.wire.credentials import nats_options, over_tls
 
 from .interrupts import importing
+from .nats_connection import located
 from .ports import Beside, ports_of
 from .printing import table
 
@@ -84,6 +85,8 @@ def checks(
     runs = found[1].state == "ok"
     found += [_memory(models.values() or (settings,))] if runs else []
     found += _disk(settings, starts=beside is not None)
+    if settings.nats is None and holder_pid(settings.data_dir) and noted_nats(settings.data_dir):
+        settings = located(replace(settings, nats_port=None))  # its worker may have other settings
     found += asyncio.run(_remote_nats(settings, models)) if settings.nats else _own_nats(settings)
     found += _other_ports(settings, beside or Beside())
     if not models:
@@ -246,8 +249,6 @@ def _own_nats(settings: Settings) -> list[Diagnosis]:
 
 def _port(settings: Settings) -> Diagnosis:
     port = settings.own_port
-    if holder_pid(settings.data_dir) and isinstance(running := noted_nats(settings.data_dir), int):
-        port = running  # its worker may have other settings
     try:
         check_port(port)
     except BrokerError as error:
@@ -348,8 +349,7 @@ def _model(settings: Settings, *, runs: bool) -> Diagnosis:
     except model_files.ModelError as error:
         return _failure("model", name or "", error)
     except OSError as error:
-        missing = f"{error.filename}: {error.strerror}"
-        return Diagnosis("model", "fail", name or "", missing, "let this user read it, or name another")
+        return Diagnosis("model", "fail", name or "", fault(error), "let this user read it, or name another")
     if entry.instead is not None:
         strange = model_files.ModelError(unsupported(str(found), entry.architecture, found.name))
         return _failure("model", name, strange)

@@ -19,6 +19,7 @@ import click
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import redact
+from worker.process.formatting import fault
 from worker.process.installed import as_installed
 from worker.process.launchd import final_code
 from worker.process.open_files import raise_limit
@@ -58,7 +59,7 @@ _GROUPS: Final = {
         "model": ("model", "Models: list, describe, download and remove them."),
         "gateway": ("gateway", "Serve OpenAI's and Anthropic's APIs over HTTP, also to a team."),
         "doctor": ("doctor", "Find out why no worker can run here, and the remedy; info asks one."),
-        "cache": ("cache", "Snapshots on disk: ls, verify, remains, prune, export and import."),
+        "cache": ("cache", "Snapshots on disk: list, verify, remains, prune, export and import."),
         "drain": ("drain", "Let a worker give its sessions to the other workers."),
     },
     "Look": {
@@ -123,8 +124,7 @@ class _Group(click.Group):
         except OSError as error:
             if error.errno == errno.EPIPE:  # click ends silently then
                 raise
-            why = error.strerror or str(error) or type(error).__name__
-            _fail(f"{error.filename}: {why}" if error.filename else why, 1)
+            _fail(fault(error), 1)
         except KeyboardInterrupt:
             click.echo(err=True)
             ctx.exit(_INTERRUPTED)

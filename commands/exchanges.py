@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING
 
 from turnkeep_client.images import images_in, text_in
@@ -11,8 +12,10 @@ from turnkeep_client.session_log import tails
 from turnkeep_client.subjects import session_key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from turnkeep_client.client import Client
-    from turnkeep_client.session_log import SessionLog
+    from turnkeep_client.session_log import Exchange, SessionLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +42,33 @@ async def last_exchanges(client: Client, session: str, at_least: int = 1) -> lis
 
 
 async def last_exchanges_and_position(
-    client: Client, session: str, at_least: int
+    client: Client, session: str, at_least: float, end: int | None = None
 ) -> tuple[list[ShownExchange], int]:
-    """Return what `last_exchanges` does, and the session's position after the last result in the log."""
-    found, position = list[ShownExchange](), 0
-    async for log in tails(client.stored, session_key(client.tenant, session)):
-        found, position = _exchanges(log)
-        if len(found) > at_least:  # read one more, as the start of the first is unknown
+    """Return what `last_exchanges` does, and the session's position after the last result in the log.
+
+    With `end`, as they were before that sequence of the log. A fork that has too few begins with all that it
+    took from its parent, unless it was imported: another session may have the parent's name then.
+    """
+    found, position, opened = list[ShownExchange](), 0, None
+    async for log in tails(client.stored, session_key(client.tenant, session), end):
+        found, position, opened = _exchanges(log)
+        if opened or len(found) > at_least:  # read one more, as the start of the first is unknown
             break
+    parent = opened.result.parent if opened and isinstance(opened.result, Opened) else None
+    if opened and parent and len(found) < at_least and not log.is_copy:
+        whole, _ = await last_exchanges_and_position(client, parent.session, inf, opened.answered.seq)
+        found, position, _ = _exchanges(log, _until(whole, parent.position))
     return found, position
 
 
-def _exchanges(log: SessionLog) -> tuple[list[ShownExchange], int]:
-    """Return the exchanges in a part of a session's log, in order, and the session's position after it.
+def _exchanges(
+    log: SessionLog, taken: Iterable[ShownExchange] = ()
+) -> tuple[list[ShownExchange], int, Exchange | None]:
+    """Return the exchanges in a part of a session's log, the position after it, and the open that begins it.
 
-    A rewind or a close removes exchanges.
+    A rewind or a close removes exchanges. A fork begins with those `taken` from its parent.
     """
-    found: list[ShownExchange] = []
+    found, opened = list[ShownExchange](), None
     position = 0 if log.start == 1 else None
     for one in log.exchanges:
         request, result = one.request, one.result
@@ -70,11 +83,16 @@ def _exchanges(log: SessionLog) -> tuple[list[ShownExchange], int]:
                 text, images = _question(request)
                 found.append(ShownExchange(text, result.text, start, result.position, images))
             case Opened() | Closed():
-                found.clear()
+                found, opened = [*taken], one if isinstance(result, Opened) else None
             case Rewound():
-                found = [one for one in found if one.end <= result.position]
+                found = _until(found, result.position)
         position = 0 if isinstance(result, Closed) else result.position
-    return found, position or 0
+    return found, position or 0, opened
+
+
+def _until(exchanges: Iterable[ShownExchange], position: int) -> list[ShownExchange]:
+    """Return the exchanges that end at `position` or before."""
+    return [one for one in exchanges if one.end <= position]
 
 
 def _moved(exchange: ShownExchange, kept: int) -> ShownExchange:

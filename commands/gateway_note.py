@@ -1,4 +1,4 @@
-"""The file in a data directory that says where a gateway is: `gateway` writes it, `launch` reads it."""
+"""The files in a data directory that say where gateways are: `gateway` writes one, `launch` reads them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-_NAME: Final = "gateway"
+#: What their names begin with; an address follows.
+_NAME: Final = "gateway-"
 #: Addresses of all networks, and where this machine reaches them.
 _LOOPBACK: Final = {"//0.0.0.0:": "//127.0.0.1:", "//[::]:": "//[::1]:"}
 
 
 @contextlib.contextmanager
 def noted(data_dir: Path, url: str) -> Iterator[None]:
-    """Note until the block ends that a gateway is at `url`, in place of a gateway that was noted before.
+    """Note until the block ends that a gateway is at `url`, in place of one that was noted there before.
 
     Notes nothing in a data directory that does not exist or cannot be written.
     """
     for everywhere, here in _LOOPBACK.items():
         url = url.replace(everywhere, here)
-    path = data_dir / _NAME
+    path = data_dir / f"{_NAME}{url.partition('//')[2]}"
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -42,10 +43,18 @@ def _remove(path: Path, own: os.stat_result) -> None:
 
 
 def noted_gateway(data_dir: Path) -> str | None:
-    """Return the URL of the gateway that is noted in a data directory; None if none runs."""
-    with contextlib.suppress(OSError), (data_dir / _NAME).open(encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return file.read() or None
+    """Return the URL of the gateway that was noted last of those that run; None if none does."""
+    for path in sorted(data_dir.glob(f"{_NAME}*"), key=_noted_ns, reverse=True):
+        with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if url := file.read():
+                    return url
     return None
+
+
+def _noted_ns(path: Path) -> int:
+    with contextlib.suppress(OSError):  # its gateway has just ended
+        return path.stat().st_mtime_ns
+    return 0

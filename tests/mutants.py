@@ -19,12 +19,14 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, Final
+
+import psutil
 
 from tests.forked import CAN_FORK
 
@@ -33,6 +35,8 @@ ROOT: Final = Path(__file__).parents[1]
 _FORKS: Final = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
 if CAN_FORK:
     _FORKS.set_forkserver_preload(["tests.imported", "pytest"])
+#: How long a mutant's tests or histories may take; pytest ends a test that hangs before, if it can be ended.
+_MOST_S: Final = 1800.0
 #: Where a function begins: its file, its qualified name, its first line.
 Place = tuple[str, str, int]
 
@@ -141,27 +145,46 @@ def find(mutant: Mutant, gone: tuple[str, ...]) -> tuple[bool, str, float]:
     if not mutant.test:
         seeds = ("80000", "--histories", "1500", "--first")
         command = [sys.executable, "-P", "-m", "tests.simulation", *seeds, "--without", mutant.name]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=_MOST_S
+            )
+        except subprocess.TimeoutExpired:
+            return False, f"its histories have not ended within {_MOST_S:.0f} s", _MOST_S
         said = done.stdout + done.stderr
         wrong = re.search(r"^seed \d+:\n +(.{,60})", said, re.MULTILINE)
         return done.returncode == 1, wrong[1] if wrong else said, time.monotonic() - begun_s
     is_gone = bool(gone) and mutant.test.startswith(gone)
     left = str(Path(mutant.test.partition("::")[0]).parent) if is_gone else mutant.test
-    with tempfile.NamedTemporaryFile("w+") as output:
-        arguments = [left, *(f"--deselect={test}" for test in gone)]
-        process = _FORKS.Process(target=_test, args=(mutant, arguments, output.name))
+    # Else each row would leave the folders of its tests: its process ends without pytest's own removal.
+    with tempfile.TemporaryDirectory(prefix="mutant", ignore_cleanup_errors=True) as folder:
+        arguments = [left, f"--basetemp={folder}/tests", *(f"--deselect={test}" for test in gone)]
+        output = Path(folder, "output")
+        process = _FORKS.Process(target=_test, args=(mutant, arguments, output))
         process.start()
-        process.join()
-        said = output.read()
+        process.join(_MOST_S)
+        if process.is_alive():
+            _kill(process.pid)
+            why = f"its process has not ended within {_MOST_S:.0f} s, nor did pytest end the test"
+            return False, why, time.monotonic() - begun_s
+        said = output.read_text()
     failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
     code = process.exitcode or 0
     what = "its process has crashed" if code < 0 else failed[-1] if failed else said[-3000:]
     return (code == 1 and bool(failed)) or code < 0, what, time.monotonic() - begun_s
 
 
-def _test(mutant: Mutant, arguments: list[str], output: str) -> None:
+def _kill(pid: int | None) -> None:
+    """Kill a process and what it has started."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [*process.children(recursive=True), process]:
+            one.kill()
+
+
+def _test(mutant: Mutant, arguments: list[str], output: Path) -> None:
     """Run tests without a guard, in this process, and exit with pytest's code."""
-    with Path(output).open("w") as file:
+    with output.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     os.chdir(ROOT)

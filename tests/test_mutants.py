@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests import mutants
 from tests.mutants import ROOT, Mutant, find, mutated, table
 from worker.wire import intake
 
@@ -35,6 +36,18 @@ def test_a_row_whose_new_code_cannot_replace_the_functions_is_not_found() -> Non
     edit = ("ops/http_server.py", "return contextlib.nullcontext()", "return super().capture_signals()")
     is_found, said, _ = find(Mutant("needs __class__", (edit,), "tests/test_mutants.py", {}), ())
     assert (is_found, "free vars" in said) == (False, True)
+
+
+@pytest.mark.timeout(60)
+def test_a_mutant_whose_process_does_not_end_is_not_found_and_its_process_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mutants, "_MOST_S", 3.0)
+    edit = ("worker/wire/intake.py", 'if name in ("*", ">") or', 'if __import__("time").sleep(100) or')
+    test = "tests/test_mutants.py::test_a_mutant_changes_its_function_only_inside_its_with_block"
+    is_found, said, took_s = find(Mutant("hangs", (edit,), test, {}), ())
+    assert (is_found, said) == (False, "its process has not ended within 3 s, nor did pytest end the test")
+    assert took_s < 50
 
 
 def test_a_mutant_changes_its_function_only_inside_its_with_block() -> None:

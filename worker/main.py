@@ -26,6 +26,7 @@ from .observe.bare_structlog import structlog
 from .observe.logs import configure
 from .observe.progress import terminal_progress
 from .process.concurrency import task_group
+from .process.formatting import fault
 from .process.heap import SpareMemory
 from .process.installed import as_installed
 from .process.open_files import raise_limit
@@ -59,7 +60,7 @@ def main() -> None:
         reporting.send(Refusal(as_installed(redact(str(error))), isinstance(error, SettingsError)))
         sys.exit(1)
     except PermissionError as error:  # as of a folder of models that another user has made
-        reporting.send(Refusal(f"{error.filename}: {error.strerror}", is_setting=False))
+        reporting.send(Refusal(fault(error), is_setting=False))
         sys.exit(1)
 
 
@@ -99,7 +100,7 @@ class Reporter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # Reports alone go through the pipe: what a library prints comes after the log's lines.
-        self._pipe = os.fdopen(os.dup(1), "wb")
+        self._pipe = open(os.dup(1), "wb", closefd=False)  # noqa: SIM115  # until this process ends
         os.dup2(2, 1)
         #: Whether the supervisor has told this process to end, and perhaps reads no more.
         self.is_over = False

@@ -51,6 +51,7 @@ class ModelProcess:
     activator: Activator
     #: Removes from the log what need not stay, while no worker runs.
     retention: Retention
+    #: Its own data directory, if it is one of several models.
     directory: DataDir | None = None
     size_bytes = 0
 

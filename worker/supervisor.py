@@ -104,6 +104,8 @@ class Supervisor:
         self._memory = MemoryBudget()
         self._stop = Event()
         self._fatal: TurnkeepError | None = None
+        #: The data directory: of several models each has one more.
+        self._directory: DataDir | None = None
         #: The NATS server of this process; None if it runs elsewhere, or not yet.
         self._server: EmbeddedServer | None = None
         self.ready = Event()
@@ -117,13 +119,15 @@ class Supervisor:
 
         Logs which other settings have changed: they need a restart.
         """
+        if self._directory is not None:
+            self._directory.note_limits(limits_of(_reloaded(self._settings, settings)))
         for model in self._models:
             told = settings if model.name is None else models.get(model.name)
             if told is None:
                 continue
             if lasting := changed_names(model.given, told) - RELOADED:
                 log.warning("these settings need a restart", **model.log_fields, settings=sorted(lasting))
-            model.settings = replace(model.settings, **{name: getattr(told, name) for name in RELOADED})
+            model.settings = _reloaded(model.settings, told)
             if model.directory is not None:
                 model.directory.note_limits(limits_of(model.settings))
             if model.process is not None:
@@ -143,7 +147,7 @@ class Supervisor:
         async with AsyncExitStack() as stack:
             if settings.health is not None:  # first, as loading or downloading models may take long
                 await stack.enter_async_context(self._health(settings.health))
-            directory = stack.enter_context(
+            self._directory = directory = stack.enter_context(
                 DataDir.open(settings.data_dir, settings.worker, settings.nats_place, limits_of(settings))
             )
             url, options = over_tls(settings, settings.nats or ""), worker_options(settings)
@@ -159,7 +163,7 @@ class Supervisor:
             for model in self._models:
                 if server is None:
                     model.settings = replace(model.settings, sync_interval=model.settings.nats_sync_interval)
-                self._place(model, directory, stack)
+                self._place(model, stack)
             nc = await connect(
                 url,
                 name=f"turnkeep serve {settings.worker}",
@@ -199,25 +203,22 @@ class Supervisor:
             model.settings = replace(model.settings, nats=url)
         return server.url, {"token": server.token}
 
-    def _place(self, model: ModelProcess, directory: DataDir, stack: AsyncExitStack) -> None:
-        """Set a model's data directory, and the settings that its worker gets."""
-        settings = model.settings
+    def _place(self, model: ModelProcess, stack: AsyncExitStack) -> None:
+        """Set the data directory of one of several models, and the settings that its worker gets."""
         if model.name is None:
-            model.directory = directory
-        else:
-            needs = model.needs or UNKNOWN
-            path, name = place_of(settings, model.name)
-            model.directory = stack.enter_context(DataDir.open(path, name, limits=limits_of(settings)))
-            settings = replace(
-                settings,
-                worker=name,
-                data_dir=path,
-                model=needs.folder,
-                device_memory=model.size_bytes,
-                # By its name a worker would look for it in its own data directory.
-                draft_model=needs.draft_folder,
-            )
-        model.settings = settings
+            return
+        settings, needs = model.settings, model.needs or UNKNOWN
+        path, name = place_of(settings, model.name)
+        model.directory = stack.enter_context(DataDir.open(path, name, limits=limits_of(settings)))
+        model.settings = replace(
+            settings,
+            worker=name,
+            data_dir=path,
+            model=needs.folder,
+            device_memory=model.size_bytes,
+            # By its name a worker would look for it in its own data directory.
+            draft_model=needs.draft_folder,
+        )
 
     async def _serve(self) -> None:
         async with task_group() as tasks:
@@ -485,3 +486,8 @@ class Supervisor:
 
 def _never_ready(code: int) -> str:
     return f"its worker has ended {_MAX_TRIES} times in a row, before it was ready (code {code}); see the log"
+
+
+def _reloaded(settings: Settings, told: Settings) -> Settings:
+    """Return the settings with what a reload may change of those that were read again."""
+    return replace(settings, **{name: getattr(told, name) for name in RELOADED})

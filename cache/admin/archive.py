@@ -244,7 +244,7 @@ def _only(there: set[str], beginning: str) -> str:
     fitting = [digest for digest in there if digest.startswith(beginning.lower())]
     if len(fitting) != 1:
         many = f"{len(fitting)} snapshots have" if fitting else "no snapshot has"
-        raise CacheError(f"{many} a name that begins with {beginning!r}; see turnkeep cache ls")
+        raise CacheError(f"{many} a name that begins with {beginning!r}; see turnkeep cache list")
     return fitting[0]
 
 

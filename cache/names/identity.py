@@ -82,7 +82,7 @@ def folder_identity(
     Reads every weight file whose digest is not in `memo` (see `files_digest`): do not call on the event loop.
     Raises `FileNotFoundError` if weights or config.json are missing.
     """
-    weights = sorted(folder.glob("*.safetensors"))
+    weights = _weight_files(folder)
     if not weights:
         raise FileNotFoundError(f"no *.safetensors in {folder}")
     return Identity(
@@ -97,10 +97,15 @@ def folder_identity(
     )
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """List the weight files, without those (`._NAME`) that macOS adds on disks of other systems."""
+    return sorted(folder.glob("[!.]*.safetensors"))
+
+
 def hash_weights(folder: Path, memo: Path) -> None:
     """Hash a folder's weights in advance, and store the digests in `memo`. Ignores `OSError`."""
     with suppress(OSError):
-        files_digest(sorted(folder.glob("*.safetensors")), memo=memo)
+        files_digest(_weight_files(folder), memo=memo)
 
 
 def model_digest(folder: Path, memo: Path) -> str:
@@ -108,7 +113,7 @@ def model_digest(folder: Path, memo: Path) -> str:
 
     Reads the weights whose digest is not in `memo`. Raises `OSError`.
     """
-    weights = files_digest(sorted(folder.glob("*.safetensors")), memo=memo)
+    weights = files_digest(_weight_files(folder), memo=memo)
     config = config_digest(json.loads((folder / "config.json").read_bytes()))
     return hashlib.sha256(f"{weights} {config}".encode()).hexdigest()[:32]
 

@@ -29,7 +29,7 @@ async def end(client: Client, name: str, timeout_s: float, *, forget: bool, canc
 async def close(session: Session, timeout_s: float, *, forget: bool = False, cancel: bool = False) -> Closed:
     """Close a session, if need be with `forget`; with `cancel`, first cancel its requests without a result.
 
-    A session that is closed, or whose requests have all failed, is opened first.
+    A session whose requests have all failed is opened first.
     """
     try:
         return await session.close(forget=forget, cancel=cancel, timeout_s=timeout_s)

@@ -213,7 +213,7 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     ] = UNSET
     snapshot: Annotated[
         str | UnsetType,
-        Meta(description="if requested: the longest stored snapshot of the tokens, as in turnkeep cache ls"),
+        Meta(description="if requested: the tokens' longest stored snapshot, as in turnkeep cache list"),
     ] = UNSET
     parent: Annotated[Parent | UnsetType, Meta(description="where a fork began")] = UNSET
     tags: tuple[str, ...] | UnsetType = UNSET

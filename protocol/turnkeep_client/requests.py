@@ -366,10 +366,10 @@ class Rewind(_Request, frozen=True, tag="rewind"):
 class Close(_Request, frozen=True, tag="close"):
     """End the session. Only an `open` can use its name again; after some days it is removed from the log.
 
-    `forget` removes the session's content: at once from the worker's disk, except prefixes that other
-    sessions share, and soon from the log, except the close and its result. Snapshots of tokens that the
-    session had before go too: those that a rewind or the chat template removed, those of a cancelled
-    request, and those of closed sessions of this name that are still in the log.
+    `forget` removes the session's content, even if it is closed already: at once from the worker's disk,
+    except prefixes that other sessions share, and soon from the log, except the close and its result.
+    Snapshots of tokens that the session had before go too: those that a rewind or the chat template removed,
+    those of a cancelled request, and those of closed sessions of this name that are still in the log.
 
     `cancel` also cancels the session's earlier appends and generates without a result; if no worker runs, the
     next worker cancels them before it continues one. With `cancel`, even a session of which no request has

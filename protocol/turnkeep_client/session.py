@@ -270,8 +270,9 @@ class Session:
         request_id: str | None = None,
         timeout_s: float | None = None,
     ) -> Closed:
-        """End the session; `forget` also removes its content. Only `open` can use its name again.
+        """End the session; `forget` also removes its content, even of a closed session.
 
+        Only `open` can use its name again.
         With `cancel`, appends and generates without a result are cancelled first, even if no worker runs now.
         """
         request = build(Close, request_id, forget=forget or None, cancel=cancel or None)

@@ -64,17 +64,17 @@ def snapshots(directory):
     return sorted((directory / "snapshots").iterdir())
 
 
-async def test_cache_ls_reports_token_sequences_and_sizes_that_match_the_snapshot_files(
+async def test_cache_list_reports_token_sequences_and_sizes_that_match_the_snapshot_files(
     filled, turnkeep
 ) -> None:
-    found = json.loads(turnkeep("ls", "--json").stdout)
+    found = json.loads(turnkeep("list", "--json").stdout)
     chains = {(chain["model"], chain["tokens"], chain["files"]) for chain in found["chains"]}
     assert chains == {("tiny", 10, 3), ("", 4, 1)}
     assert [chain["tokens"] for chain in found["chains"]] == [10, 10, 4], "the last used first"
     one, two, _ = found["chains"]
     assert one["own_bytes"] < one["size_bytes"] == two["size_bytes"]
     assert found["total_bytes"] == sum(path.stat().st_size for path in snapshots(filled))
-    shown = turnkeep("ls").stdout
+    shown = turnkeep("list").stdout
     assert re.search(r"^tiny \w+: 4 files, ", shown, re.MULTILINE)
     assert "max_disk" in shown
 
@@ -84,7 +84,7 @@ async def test_cache_commands_that_change_no_file_succeed_beside_a_running_worke
 ) -> None:
     store = await open_store()
     before = snapshots(filled)
-    for command in (("ls",), ("verify",)):
+    for command in (("list",), ("verify",)):
         await asyncio.to_thread(turnkeep, *command)
     await asyncio.to_thread(turnkeep, "export", "--all", tmp_path / "all.tar")
     assert snapshots(filled) == before
@@ -101,9 +101,9 @@ async def test_cache_verify_passes_over_the_file_that_macos_leaves_in_a_folder_s
     assert "5 files, 0 doubtful" in turnkeep("verify").stdout
 
 
-async def test_cache_ls_lists_the_files_even_if_the_index_is_missing_or_damaged(filled, turnkeep) -> None:
+async def test_cache_list_shows_the_files_even_if_the_index_is_missing_or_damaged(filled, turnkeep) -> None:
     def listed():
-        chains = json.loads(turnkeep("ls", "--json").stdout)["chains"]
+        chains = json.loads(turnkeep("list", "--json").stdout)["chains"]
         return sorted((chain["digest"], chain["size_bytes"], chain["tokens"]) for chain in chains)
 
     before = listed()
@@ -152,7 +152,7 @@ async def test_cache_verify_reports_a_file_whose_name_is_no_digest_and_does_not_
         assert [entry["file"] for entry in found["doubtful"]] == [stray.name]
         assert found["quarantined"] == []
     assert stray.exists()
-    turnkeep("ls")
+    turnkeep("list")
     turnkeep("prune", "--all")
 
 
@@ -170,7 +170,7 @@ async def test_snapshot_files_of_another_format_version_are_not_read_and_stay_on
         await store.close()
         assert later.exists()
     assert "1 of other versions" in turnkeep("verify").stdout
-    assert json.loads(turnkeep("ls", "--json").stdout)["other_versions_bytes"] == later.stat().st_size
+    assert json.loads(turnkeep("list", "--json").stdout)["other_versions_bytes"] == later.stat().st_size
     store = await open_store(max_bytes=100)
     await store.queue.drained(5)
     assert not later.exists()
@@ -180,7 +180,7 @@ async def test_snapshot_files_of_another_format_version_are_not_read_and_stay_on
 async def test_cache_prune_removes_snapshots_by_age_by_model_and_down_to_a_total_size(
     open_store, filled, turnkeep
 ) -> None:
-    chains = json.loads(turnkeep("ls", "--json").stdout)["chains"]
+    chains = json.loads(turnkeep("list", "--json").stdout)["chains"]
     other = next(chain for chain in chains if not chain["model"])
     with sqlite3.connect(filled / "index.sqlite") as db:
         day_ago = int((time.time() - 90_000) * 1e6)
@@ -193,7 +193,7 @@ async def test_cache_prune_removes_snapshots_by_age_by_model_and_down_to_a_total
     pruned = turnkeep("prune", "--identity", tiny[:8], "--to-bytes", str(num_bytes - 1)).stdout
     assert "removed 1 files" in pruned, "the other model's older one, which stays, does not count"
     assert "removed 1 files" in turnkeep("prune", "--older-than", "1d").stdout
-    assert other["identity"] not in turnkeep("ls", "--json").stdout
+    assert other["identity"] not in turnkeep("list", "--json").stdout
     assert "removed 3 files" in turnkeep("prune", "--identity", tiny[:8]).stdout
 
 
@@ -202,7 +202,7 @@ async def test_cache_prune_all_leaves_an_empty_cache_that_accepts_new_snapshots(
 ) -> None:
     (filled / "quarantine" / "bad").write_text("x")
     assert "removed 5 files" in turnkeep("prune", "--all").stdout
-    assert json.loads(turnkeep("ls", "--json").stdout)["chains"] == []
+    assert json.loads(turnkeep("list", "--json").stdout)["chains"] == []
     assert list((filled / "quarantine").iterdir()) == []
     store = await open_store()
     assert save_all(store, "a", TOKENS) == [True] * 3
@@ -211,7 +211,7 @@ async def test_cache_prune_all_leaves_an_empty_cache_that_accepts_new_snapshots(
 async def test_snapshots_exported_from_one_cache_can_be_imported_into_another_and_restored(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
-    chain = json.loads(turnkeep("ls", "--json").stdout)["chains"][0]
+    chain = json.loads(turnkeep("list", "--json").stdout)["chains"][0]
     turnkeep("export", chain["digest"][:10], tmp_path / "one.tar")
     there = await open_store(directory=tmp_path / "there")
     await there.close()
@@ -313,7 +313,7 @@ async def test_cache_export_of_damaged_or_unknown_snapshots_fails_and_leaves_no_
     assert not list(tmp_path.glob("all.tar*"))
 
 
-@pytest.mark.parametrize("command", ["ls", "verify", "prune", "export", "import"])
+@pytest.mark.parametrize("command", ["list", "verify", "prune", "export", "import"])
 def test_cache_commands_refuse_a_directory_that_is_missing_or_is_not_a_cache(
     turnkeep, tmp_path, command
 ) -> None:
@@ -467,7 +467,7 @@ async def test_cache_commands_refuse_a_data_directory_in_the_place_of_its_cache(
     data = tmp_path / "data"
     data.mkdir()
     filled.rename(data / "snapshots")
-    for command in (("ls",), ("verify", "--quarantine"), ("prune", "--all"), ("export", "--all", "x.tar")):
+    for command in (("list",), ("verify", "--quarantine"), ("prune", "--all"), ("export", "--all", "x.tar")):
         assert f"{data} is a data directory" in turnkeep(*command, directory=data, code=1).stderr
     assert {path.name for path in data.iterdir()} == {"snapshots"}
-    assert len(json.loads(turnkeep("ls", "--json", directory=data / "snapshots").stdout)["chains"]) == 3
+    assert len(json.loads(turnkeep("list", "--json", directory=data / "snapshots").stdout)["chains"]) == 3

@@ -142,7 +142,7 @@ async def test_snapshot_files_with_forged_headers_are_not_imported_and_do_not_st
         assert await store.queue.drained(5)
         assert_is_kv_of((await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS))).tensors, TOKENS)
         assert await store.close()
-        for command in (["ls"], ["verify"]):
+        for command in (["list"], ["verify"]):
             found = CliRunner().invoke(main, ["cache", *command, "--dir", str(tmp_path / "cache")])
             assert isinstance(found.exception, SystemExit | None), command
 

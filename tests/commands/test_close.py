@@ -204,6 +204,28 @@ async def test_the_command_rewind_removes_the_last_exchanges_or_everything_after
     assert "give --last or --position, not both" in said
 
 
+async def test_the_command_rewind_also_removes_exchanges_that_a_fork_has_taken_over_from_its_parents(
+    local_worker: Start,
+) -> None:
+    worker = await local_worker()
+    session, ends = worker.client.session("s"), [0]
+    for number, word in enumerate(("one", "two", "three", "four")):
+        asked = session.generate(messages=[{"role": "user", "content": word}], max_tokens=2)
+        ends.append((await asked).position)
+        if number in {1, 2}:
+            session = await session.fork(f"fork{number}")
+    await worker.client.session("s").rewind(0)
+    done = await command("rewind", "fork2", "--last", 5, *where(worker))
+    assert done.stderr == "turnkeep: the session has 4 exchanges, not 5\n"
+    fresh = await session.fork("fresh", ends[3] - 1)  # without the end of the third answer
+    done = await command("rewind", "fresh", *where(worker))
+    assert done.stdout == f"rewound fresh to position {ends[1]}; removed: two\n", done.stderr
+    assert (await fresh.info()).position == ends[1]
+    for last, word in enumerate(("four", "three", "two", "one"), 1):
+        done = await command("rewind", "fork2", *where(worker))
+        assert done.stdout == f"rewound fork2 to position {ends[4 - last]}; removed: {word}\n", done.stderr
+
+
 async def test_the_command_rewind_removes_nothing_if_the_session_changes_before_the_request_runs(
     local_worker: Start, endless_model: Path
 ) -> None:

@@ -122,7 +122,7 @@ def test_cache_commands_on_a_missing_or_empty_data_directory_print_that_nothing_
         data_dir.mkdir()
     if made == "empty folder":
         (data_dir / "snapshots").mkdir()
-    done = cache("ls")
+    done = cache("list")
     assert (done.exit_code, done.stderr) == (0, "")
     says = "nothing is cached yet in" if data_dir.exists() else "nothing is cached in"
     assert done.stdout.startswith(f"{says} {data_dir / 'snapshots'}")
@@ -132,9 +132,9 @@ def test_cache_commands_on_a_missing_or_empty_data_directory_print_that_nothing_
         assert (done.exit_code, done.stdout) == (1, "")
         assert done.stderr.startswith(f"turnkeep: {says} {data_dir / 'snapshots'}")
     (tmp_path / "several" / "workers" / "a" / "snapshots").mkdir(parents=True)
-    done = CliRunner().invoke(main, ["cache", "ls", "--data-dir", str(tmp_path / "several")])
+    done = CliRunner().invoke(main, ["cache", "list", "--data-dir", str(tmp_path / "several")])
     assert f"has a --data-dir: {tmp_path / 'several' / 'workers' / 'a'}\n" in done.stdout
-    found = json.loads(cache("ls", "--json").stdout)
+    found = json.loads(cache("list", "--json").stdout)
     assert (found["chains"], found["total_bytes"]) == ([], 0)
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
 

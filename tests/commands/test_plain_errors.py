@@ -43,8 +43,8 @@ def shell(script: str, **more: str) -> subprocess.CompletedProcess[str]:
     [
         ("mkdir gone; cd gone; rmdir ../gone; turnkeep sessions", 1, "the current folder: No such file"),
         ("turnkeep completion bash --install", 1, "home/.local/share/bash-completion"),
-        ("turnkeep cache ls --data-dir data > /dev/full", 1, "No space left on device"),
-        ("turnkeep cache ls --data-dir data | true", 1, ""),
+        ("turnkeep cache list --data-dir data > /dev/full", 1, "No space left on device"),
+        ("turnkeep cache list --data-dir data | true", 1, ""),
         ("turnkeep run tiny <&- --nats nats://127.0.0.1:1", 1, "no NATS server"),
         (f"turnkeep ask - {NOWHERE} <&-", 2, "there is no question"),
         (f"turnkeep ask hi {NOWHERE} >&-", 1, "no NATS server"),
@@ -89,7 +89,7 @@ def test_ctrl_c_while_a_command_imports_its_modules_prints_no_traceback() -> Non
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("command", [("cache", "ls"), ("export", "s", "file")], ids=lambda words: words[0])
+@pytest.mark.parametrize("command", [("cache", "list"), ("export", "s", "file")], ids=lambda words: words[0])
 def test_ctrl_c_while_a_command_imports_numpy_ends_it_like_ctrl_c_elsewhere(
     command: tuple[str, ...], tmp_path: Path
 ) -> None:

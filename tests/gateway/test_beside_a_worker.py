@@ -141,17 +141,20 @@ def test_launch_finds_a_gateway_that_was_started_apart_for_the_data_directory_an
     assert process.stop() == 0
 
 
-def test_a_gateway_that_ends_leaves_the_note_of_a_later_gateway(tmp_path: Path) -> None:
+def test_a_gateway_that_ends_leaves_the_notes_of_earlier_and_later_gateways(tmp_path: Path) -> None:
     with noted(tmp_path, "http://0.0.0.0:1"):
         assert noted_gateway(tmp_path) == "http://127.0.0.1:1"
+        with noted(tmp_path, "http://127.0.0.1:2"):
+            assert noted_gateway(tmp_path) == "http://127.0.0.1:2"
+        assert noted_gateway(tmp_path) == "http://127.0.0.1:1", "the one that still runs"
         later = ExitStack()
-        later.enter_context(noted(tmp_path, "http://127.0.0.1:2"))
+        later.enter_context(noted(tmp_path, "http://127.0.0.1:1"))
     with later:
-        assert noted_gateway(tmp_path) == "http://127.0.0.1:2"
+        assert noted_gateway(tmp_path) == "http://127.0.0.1:1"
     with noted(tmp_path, "http://127.0.0.1:3"), noted(tmp_path / "absent", "http://127.0.0.1:4"):
         assert noted_gateway(tmp_path) == "http://127.0.0.1:3"
     assert not [*tmp_path.iterdir()]
-    (tmp_path / "gateway").write_text("http://127.0.0.1:5")
+    (tmp_path / "gateway-127.0.0.1:5").write_text("http://127.0.0.1:5")
     assert noted_gateway(tmp_path) is None, "it was killed"
 
 

@@ -211,6 +211,7 @@ def test_gguf_files_of_a_hub_repository_are_downloaded_listed_and_removed_by_qua
     made = model.resolve("org/tiny-GGUF:Q8_0", tmp_path, dtype="float32")
     assert catalog.named("org/tiny-GGUF", tmp_path).conversions == (made,)
     hub.fetch("org/tiny-GGUF:F16")
+    found.with_name("._tiny-F16.gguf").write_bytes(b"macOS writes such files on disks of other systems")
     assert names(tmp_path) == ["org/tiny-GGUF:F16", "org/tiny-GGUF:Q8_0"]
     catalog.remove(catalog.located("org/tiny-GGUF:Q8_0", tmp_path), tmp_path)
     assert not made.exists()

@@ -416,6 +416,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: without_weights(f, "consolidated.safetensors"),
         r"it has consolidated\.safetensors: take the model's version for transformers",
     ),
+    "a file that macOS writes on disks of other systems": (
+        lambda f: without_weights(f, "._adapters.safetensors"),
+        "; a model folder needs its weights in this format$",
+    ),
     "PyTorch's form": (lambda f: without_weights(f, "pytorch_model.bin"), r"convert the weights to safetens"),
     "a GGUF file in a folder": (
         lambda f: without_weights(f, "tiny.Q8_0.gguf"),

@@ -66,11 +66,18 @@ async def test_the_command_doctor_reports_no_fault_while_the_worker_of_the_data_
     )
 
 
-def test_the_command_doctor_checks_the_nats_port_of_the_worker_that_runs_on_the_data_directory(small):
+async def test_the_command_doctor_checks_the_nats_server_of_the_worker_that_runs_on_the_data_directory(
+    foreign_server, small, tmp_path
+):
     other = dataclasses.replace(small, nats_port=1)
     with DataDir.open(small.data_dir, "test", small.nats_port):
-        assert commands.checks._port(other).found == f"{small.nats_port} is free"
-    assert commands.checks._port(other).found != f"{small.nats_port} is free", "no worker runs now"
+        assert (await examine(other))["port"].found == f"{small.nats_port} is free"
+    assert (await examine(other))["port"].found != f"{small.nats_port} is free", "no worker runs now"
+    url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)
+    with DataDir.open(small.data_dir, "test", url):
+        found = await examine(other)
+    assert "answers" in found["NATS"].found
+    assert "port" not in found
 
 
 async def test_the_command_doctor_fails_with_advice_if_another_nats_server_holds_the_port(

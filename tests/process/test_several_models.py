@@ -7,6 +7,9 @@ import dataclasses
 import errno
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -282,6 +285,16 @@ async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too(t
     assert [(one["event"], one["model"], one["settings"]) for one in logs] == [
         ("these settings need a restart", "a", ["other_model"])
     ]
+
+
+@pytest.mark.process
+async def test_disk_limits_that_serve_reads_again_are_shown_for_the_data_directory_of_several_models(
+    house: Any, tmp_path: Path
+) -> None:
+    at, config = await house(max_disk="'1GiB'"), tmp_path / "house.toml"
+    config.write_text(config.read_text().replace("1GiB", "2MiB"))
+    os.kill(at.process.pid, signal.SIGHUP)
+    await until(lambda: with_running_limits(Settings(), at.process.data_dir)[0].max_disk == 2 * 2**20)
 
 
 @pytest.mark.packaging
@@ -572,19 +585,34 @@ async def test_a_request_to_unload_a_model_counts_even_if_it_comes_right_after_o
     assert not model.is_loaded
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ((errno.EACCES, "Permission denied", "data/models"), "data/models: Permission denied"),
+        ((errno.EPERM, "Operation not permitted"), "Operation not permitted"),
+        (("no right to it",), "no right to it"),
+        ((), "PermissionError"),
+    ],
+)
 def test_a_worker_that_may_not_read_a_file_of_its_start_reports_that_instead_of_a_traceback(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, given: tuple[Any, ...], says: str
 ) -> None:
     sent = list[Refusal]()
 
     def fails(_: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", "data/models")
+        raise PermissionError(*given)
 
     monkeypatch.setattr(main, "Reporter", lambda: SimpleNamespace(send=sent.append))
     monkeypatch.setattr(main, "_work", fails)
     with pytest.raises(SystemExit):
         main.main()
-    assert sent == [Refusal("data/models: Permission denied", is_setting=False)]
+    assert sent == [Refusal(says, is_setting=False)]
+
+
+async def test_a_worker_process_that_ends_leaves_no_warning_of_an_unclosed_file() -> None:
+    program = [sys.executable, "-W", "default", "-P", "-m", "worker.main", "0"]
+    ended = await asyncio.to_thread(subprocess.run, program, stdin=subprocess.DEVNULL, capture_output=True)
+    assert (ended.returncode, b"ResourceWarning" in ended.stderr) == (0, False), ended.stderr.decode()
 
 
 async def test_serve_retries_while_the_system_cannot_start_a_process(

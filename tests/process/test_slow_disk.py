@@ -63,16 +63,20 @@ async def test_after_a_restart_with_a_full_write_queue_on_a_slow_disk_at_most_on
 ) -> None:
     """After a quiet time, the next worker has the files that a kill would leave."""
     sizes = {"model": str(endless_model), "block_tokens": BLOCK, "writer_queue": 2**20}
-    sync = os.fsync
+    sync, may_sync = os.fsync, threading.Event()  # it waits for the appends, however long they take
+    may_sync.set()
 
     def slow(descriptor: int) -> None:
+        may_sync.wait(10)
         time.sleep(SLOW_S)
         sync(descriptor)
 
     with monkeypatch.context() as patched, capture_logs() as logs:
         patched.setattr(os, "fsync", slow)
         worker = await local_worker(**sizes)
+        may_sync.clear()
         await appended(worker.client)
+        may_sync.set()
         snapshots = (await worker.client.worker_metrics()).snapshots
         assert snapshots.dropped.get("queue_full"), "the disk was not too slow"
         if end == "after a quiet time":

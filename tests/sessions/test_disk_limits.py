@@ -117,8 +117,8 @@ async def said(worker: WorkerProcess, event: str) -> dict[str, Any]:
 
 
 def shown_limits(worker: WorkerProcess) -> tuple[int, int, str | None]:
-    """Return the limits that `cache ls`, which has none of the worker's settings, says of its directory."""
-    done = turnkeep("cache", "ls", "--json", "--data-dir", worker.data_dir)
+    """Return the limits that `cache list`, which has none of the worker's settings, says of its directory."""
+    done = turnkeep("cache", "list", "--json", "--data-dir", worker.data_dir)
     found = json.loads(done.stdout)
     return found["max_disk"], found["min_free_disk"], found["limits_of"]
 

@@ -306,6 +306,24 @@ async def test_forgetting_a_reopened_session_erases_only_token_sequences_since_t
         await world.ask(Close(id=f"close{round_}", forget=True))
 
 
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_a_closed_session_can_be_forgotten_and_forgotten_again_without_an_open(
+    world, crashes: bool
+) -> None:
+    await world.ask(Append(id="a", tokens=(1, 2, 3)))
+    await world.ask(Close(id="close"))
+    for number, left in enumerate(([1, 2, 3], [])):
+        if crashes:
+            world.crash()
+            await world.session.run()
+        assert [list(one) for one in await world.session.log.all_tokens()] == [left]
+        closed = await world.ask(Close(id=f"forget{number}", forget=True))
+        assert isinstance(closed, Closed)
+        assert (closed.position, closed.settled) == (0, True)
+    assert isinstance(await world.ask(Close(id="again")), Failed)
+    assert (await world.refolded()).log.record.diverged is None
+
+
 async def test_forgetting_a_session_is_reported_as_incomplete_until_every_worker_has_erased_its_kv(
     world,
 ) -> None:

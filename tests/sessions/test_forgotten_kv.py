@@ -106,7 +106,7 @@ async def withdrawn(worker: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) 
             await worker.client.session("s").append(**given)
 
 
-@pytest.mark.parametrize("opened", ["", "from a checkpoint"])
+@pytest.mark.parametrize("opened", ["", "from a checkpoint", "after its close"])
 async def test_forgetting_a_rewound_session_removes_the_snapshots_of_its_kept_and_its_cut_off_tokens(
     local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: str
 ) -> None:
@@ -122,6 +122,8 @@ async def test_forgetting_a_rewound_session_removes_the_snapshots_of_its_kept_an
         await session.rewind(len(SECRET))
     await session.append(tokens=OTHER)
     await settled(session)
+    if opened == "after its close":
+        await session.close()
     if opened:
         await worker.stop()
         worker = await local_worker(model=str(endless_model))

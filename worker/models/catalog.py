@@ -102,7 +102,7 @@ def packaged_gguf() -> Path | None:
     """Return the GGUF file of the default model's package; None if the package is not installed."""
     spec = find_spec(_PACKAGE)  # does not import the package
     for place in (spec.submodule_search_locations or ()) if spec else ():
-        for path in sorted(Path(place).glob("*.gguf")):
+        for path in sorted(Path(place).glob(GGUF_NAMES)):
             return path
     return None
 

@@ -29,7 +29,7 @@ def package_digest(name: str) -> str:
     """Digest the sources of one of Turnkeep's imported packages. Reads some files."""
     whole = hashlib.sha256()
     for place in sys.modules[name].__path__:
-        for path in sorted(Path(place).glob("*.py")):
+        for path in sorted(Path(place).glob("[!.]*.py")):
             whole.update(f"{path.name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return whole.hexdigest()
 

@@ -40,8 +40,9 @@ _CONTEXT_KEYS: Final = (
 UNBOUNDED: Final = 2**31 - 1
 #: The names of weight files, as mlx-lm searches them.
 _WEIGHTS: Final = "model*.safetensors"
-#: The names of GGUF files, in any case; and their first bytes.
-GGUF_NAMES: Final = "*.[gG][gG][uU][fF]"
+#: The names of GGUF files, in any case, without those (`._NAME`) that macOS adds on disks of other systems.
+GGUF_NAMES: Final = "[!.]*.[gG][gG][uU][fF]"
+#: The first bytes of such a file.
 _GGUF: Final = b"GGUF"
 #: Weights that cannot be read, and what to do.
 _UNREADABLE: Final = {
@@ -131,7 +132,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _other_weights(folder: Path) -> str:
     """Return what to do with a folder without weights that can be read, given the files that it has."""
-    names = sorted(path.name for path in folder.iterdir() if path.exists())
+    names = sorted(path.name for path in folder.glob("[!.]*") if path.exists())
     for pattern, advice in _UNREADABLE.items():
         if found := fnmatch.filter(names, pattern):
             return f"it has {found[0]}: {advice}"

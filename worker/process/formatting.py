@@ -1,4 +1,4 @@
-"""Formats sizes and times for people."""
+"""Formats sizes, times and errors of the operating system for people."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def span(seconds: float) -> str:
         if seconds >= unit_s:
             return f"{seconds / min(unit_s, _DAY_S):.0f} {name}"
     return f"{seconds:.0f} s"
+
+
+def fault(error: OSError) -> str:
+    """Format an error of the operating system: the file that it names, if it names one, and what is wrong."""
+    why = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {why}" if error.filename else why

@@ -137,21 +137,21 @@ class Execution:
         With `forget`, first erase the KV of all tokens that it `had`, here and at the other workers, except
         what is `shared` (see `erase_all`), and store notes for workers that do not run.
         """
-        services, key, history = self._services, self._key, self._history
+        services, key, after = self._services, self._key, self._fold.close(self._history)
         removed = await services.retention.note_close(key, self._pending.seq, forget=request.forget)
         closed = Closed(
-            id=request.id, seq=self._pending.seq, position=history.position, removed_entries=removed
+            id=request.id, seq=self._pending.seq, position=after.position, removed_entries=removed
         )
         if not request.forget:
             self._engine.forget(key)
-            return Outcome(closed, self._fold.close(history))
+            return Outcome(closed, after)
         # Erase before the result is stored: after a crash in between, the next attempt erases the rest.
         num_snapshots, settled, shares = await erase_all(self._engine, key, had, shared)
         have = {**await services.erase_elsewhere(key), **dict.fromkeys(services.erases, settled)}
         for tokens, num_shared in zip(had, shares, strict=True):
             await services.erasures.note(key, tokens, num_shared, [name for name in have if have[name]])
         closed = structs.replace(closed, forgotten=num_snapshots, settled=all(have.values()))
-        return Outcome(closed, self._fold.close(history))
+        return Outcome(closed, after)
 
     async def _append(self, request: Append) -> Outcome:
         pending, history = self._pending, self._history

@@ -105,9 +105,10 @@ class Fold:
                     f"the session is open already, at position {history.position}; {instead}",
                 )
         elif history.closed:
-            raise RefusedError(
-                "unknown_session", "the session was closed; an open starts a new one under this name"
-            )
+            if not (isinstance(request, Close) and request.forget):
+                raise RefusedError(
+                    "unknown_session", "the session was closed; an open starts a new one under this name"
+                )
         elif gone and (
             isinstance(request, Rewind) or (isinstance(request, Close) and not request.cancel)
         ):  # a close that cancels may have cancelled the request that would have begun the session
@@ -230,8 +231,12 @@ class Fold:
         return replace(begun, tokens=begun.tokens.apart(), parent=parent, tags=tags)
 
     def close(self, history: TokenHistory) -> TokenHistory:
-        """Return the history of a closed session. It keeps the tokens, whose number is the position."""
-        return replace(history, closed=True)
+        """Return the history of a closed session. It keeps the tokens, whose number is the position.
+
+        A session that was closed before is closed again only to be forgotten: then no tokens are left.
+        """
+        left = self.begin(history.conversation.started) if history.closed else history
+        return replace(left, closed=True)
 
     def rewind(self, history: TokenHistory, position: int) -> TokenHistory:
         """Return the history without the tokens from `position` on, and without their messages."""

@@ -3,7 +3,7 @@
 import type { NatsConnection, WsConnectionOptions } from "@nats-io/nats-core";
 
 import { expect, ResultFeeds } from "./calls.js";
-import { InvalidMessageError, NoServerError, NotPermittedError } from "./errors.js";
+import { FullServerError, InvalidMessageError, NoServerError, NotPermittedError } from "./errors.js";
 import { decode, encode } from "./json.js";
 import { byName, isEnough, isInTurn, listed } from "./listing.js";
 import type { Listed } from "./listing.js";
@@ -202,7 +202,7 @@ export async function connectBy(
     if (has(error, "AuthorizationError")) {
       throw new NotPermittedError(`the NATS server at ${shown} refuses the credentials`, { cause: error });
     }
-    if (isHangUp(error)) throw new NoServerError(`no NATS server at ${shown}: ${FULL}`, { cause: error });
+    if (isHangUp(error)) throw new FullServerError(`no NATS server at ${shown}: ${FULL}`, { cause: error });
     const isOfSystem = error instanceof Error && "code" in error; // such as ENOTFOUND, and faults of TLS
     if (isOfSystem || has(error, "ConnectionError") || has(error, "TimeoutError")) {
       throw new NoServerError(`no NATS server at ${shown}: ${messageOf(error)}`, { cause: error });

@@ -43,6 +43,9 @@ export class ClientClosedError extends NoWorkerError {}
 /** There is no NATS server at the address, or the connection to it is lost at the moment. */
 export class NoServerError extends NoWorkerError {}
 
+/** The NATS server is there, but has no connection left (its `max_connections`). */
+export class FullServerError extends NoServerError {}
+
 /**
  * The NATS server is there, but no worker serves the subject or answered in time, or the prefix's log does not
  * exist or does not store the subject; the message says which.

@@ -88,13 +88,13 @@ export class Session {
     return fork;
   }
 
-  /** End the session. Only `open` can use its name again. With `forget` its content is removed. */
+  /** End the session. Only `open` can use its name again. With `forget` its content is removed, even after a close. */
   async close(fields: Fields<Close> = {}, options: CallOptions = {}): Promise<Closed> {
     // No other default of a result is true, and a missing one would read as false.
     return { settled: true, ...(await this.#send("closed", "close", fields, options)) };
   }
 
-  /** End the session and remove its content: from the worker's disk, and soon from the log. */
+  /** End the session, unless it is closed, and remove its content: from the worker's disk, and soon from the log. */
   forget(options: CallOptions = {}): Promise<Closed> {
     return this.close({ forget: true }, options);
   }

@@ -277,6 +277,7 @@ test("a session forks, rewinds, is counted and described, and is forgotten", asy
   await assert.rejects(session.append({ text: "x", expect_position: position }), failsWith("position_conflict", false));
   assert.deepEqual(await session.count({ text: "four" }), { type: "counted", tokens: 4, position: 7 });
   assert.equal((await fork.close()).position, 4);
+  assert.equal(typeof (await fork.forget()).settled, "boolean", "a closed session is forgotten without an open");
   const forgotten = await session.forget();
   assert.ok(forgotten.removed_entries);
   assert.equal(typeof forgotten.settled, "boolean");
@@ -830,7 +831,7 @@ test("what cannot be done is told by the class of its error", async () => {
   const full = process.env["FULL_URL"] ?? "";
   const tried = Date.now();
   await assert.rejects(connect({ servers: full }), (error) =>
-    error instanceof turnkeep.NoServerError && error.message.endsWith("none left (max_connections)"));
+    error instanceof turnkeep.FullServerError && error.message.endsWith("none left (max_connections)"));
   for (let number = 0; number < 8; number += 1) await (await connect({ servers: [full, servers] })).close();
   assert.ok(Date.now() - tried < 10_000, "NATS's packages wait 20 s for a server that has hung up");
   const unencrypted = servers.replace("nats:", "tls:");
