@@ -129,7 +129,7 @@ async def test_reading_tokens_of_a_paged_session_from_disk_gives_the_kv_of_exact
     }
 
 
-async def test_reading_unstored_tokens_of_a_paged_session_from_disk_gives_no_kv_and_pins_no_snapshot(
+async def test_reading_unstored_tokens_of_a_paged_session_gives_no_kv_and_pins_no_snapshot(
     stored,
 ) -> None:
     store, chain = stored

@@ -16,7 +16,7 @@ import xxhash
 from click.testing import CliRunner
 from hypothesis import example, given
 from hypothesis import strategies as st
-from made_kv import BLOCK, assert_is_kv_of, cut, identity, save_all, stored
+from made_kv import BLOCK, assert_is_kv_of, cut, identity, put, stored
 
 from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
@@ -137,9 +137,7 @@ async def test_snapshot_files_with_forged_headers_are_not_imported_and_do_not_st
         taken = (snapshots / name).exists() or name == f"{NAME.digest.hex()}.safetensors"
         (snapshots / (f"{number:064x}.safetensors" if taken else name)).write_bytes(content)
     for _ in range(2):  # first without an index row of the files, then with the index written meanwhile
-        store = await open_store()
-        save_all(store, "a", TOKENS)
-        assert await store.queue.drained(5)
+        store = await stored(open_store, TOKENS)
         assert_is_kv_of((await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS))).tensors, TOKENS)
         assert await store.close()
         for command in (["ls"], ["verify"]):
@@ -232,8 +230,7 @@ async def test_a_store_opens_even_if_a_directory_pipe_or_link_has_the_name_of_a_
     make(snapshots / f"{NAME.digest.hex()}.safetensors")
     store = await open_store()
     assert store.stats().stored == 0
-    save_all(store, "a", TOKENS)
-    assert await store.queue.drained(5)
+    await put(store, TOKENS)
     assert_is_kv_of((await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS))).tensors, TOKENS)
 
 

@@ -121,9 +121,7 @@ def test_a_symbolic_link_to_a_valid_snapshot_file_is_rejected(path, tmp_path) ->
         ({"layout": (("0.keys", "F32", (HEADS, 99)),)}, "unlike"),
     ],
 )
-def test_an_intact_snapshot_file_of_other_tokens_another_model_or_another_layout_is_rejected(
-    path, changes, reason
-) -> None:
+def test_an_intact_snapshot_file_of_other_tokens_model_or_layout_is_rejected(path, changes, reason) -> None:
     with pytest.raises(DoubtfulSnapshotError, match=reason):
         load(path, **changes)
 
@@ -269,9 +267,7 @@ def test_a_snapshot_file_is_read_completely_even_if_each_system_call_returns_onl
     assert snapshot_format.prove(path) == NAME
 
 
-def test_a_snapshot_file_with_more_buffers_than_one_readv_call_accepts_is_read_whole(
-    path, monkeypatch
-) -> None:
+def test_a_snapshot_file_of_more_buffers_than_a_readv_call_accepts_is_read_whole(path, monkeypatch) -> None:
     monkeypatch.setattr(snapshot_format, "_MAX_BUFFERS", 3)
     assert_is_kv_of(load(path), TOKENS)
 

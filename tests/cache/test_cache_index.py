@@ -7,7 +7,7 @@ import os
 import sqlite3
 
 import pytest
-from made_kv import assert_is_kv_of, save_all, stored
+from made_kv import assert_is_kv_of, put, stored
 from structlog.testing import capture_logs
 
 from cache.disk.header import read_name
@@ -149,8 +149,7 @@ async def test_opening_a_store_removes_a_partial_block_whose_preceding_partial_b
     """Nothing finds it, and an erasure would not either; nor a folder that is in its place."""
     store = await open_store()
     for end in (10, 11):
-        save_all(store, "a", TOKENS[:8] + [7] * (end - 8))
-        assert await store.queue.drained(5)
+        await put(store, TOKENS[:8] + [7] * (end - 8))
     second, first = (store._folder.path(node.digest) for node in store._index if node.start in (8, 10))
     await store.close()
     first.unlink()

@@ -102,9 +102,7 @@ async def test_attention_over_restored_kv_never_reads_the_unused_array_memory_be
     assert decode(model, again, prefill(model, again, [*tokens, 9, 9]), 20) == expected
 
 
-def test_copying_kv_from_the_device_in_one_transfer_gives_the_same_kv_as_copying_array_by_array(
-    model, monkeypatch
-) -> None:
+def test_copying_kv_from_the_device_at_once_gives_the_same_kv_as_array_by_array(model, monkeypatch) -> None:
     """CUDA uses one transfer. This includes states of several dtypes."""
     caches = [*make_prompt_cache(model), ArraysCache(2)]
     prefill(model, caches[:-1], list(range(BLOCK)))

@@ -149,9 +149,7 @@ def take(folder, **changes) -> Identity:
     return folder_identity(folder, **{"kv_dtype": "float32", "block_tokens": 64, **changes})
 
 
-def test_a_model_keeps_its_identity_after_its_folder_is_moved_and_its_readme_changes(
-    folder, tmp_path
-) -> None:
+def test_a_model_keeps_its_identity_if_its_folder_is_moved_and_its_readme_changes(folder, tmp_path) -> None:
     before = take(folder)
     moved = folder.rename(tmp_path / "elsewhere")
     (moved / "config.json").write_text(json.dumps({"_name_or_path": "there", "hidden_size": 8}))
@@ -238,9 +236,7 @@ def test_a_damaged_file_of_cached_weight_digests_does_not_change_the_digest_of_t
     assert files_digest([weights], memo=memo) == files_digest([weights])
 
 
-def test_the_digest_of_weights_is_the_same_if_the_file_of_cached_digests_cannot_be_written(
-    folder, tmp_path
-) -> None:
+def test_the_digest_of_weights_is_the_same_if_no_digest_can_be_cached(folder, tmp_path) -> None:
     (tmp_path / "file").write_text("")
     weights = [folder / "model-1.safetensors"]
     assert files_digest(weights, memo=tmp_path / "file" / "digests.json") == files_digest(weights)

@@ -235,9 +235,7 @@ async def test_cache_import_refuses_an_archive_member_with_a_negative_size(fille
         take(filled, tmp_path / "bad.tar")
 
 
-async def test_cache_import_stops_after_a_thousand_archive_members_that_are_not_snapshots(
-    filled, tmp_path
-) -> None:
+async def test_cache_import_stops_after_a_thousand_members_that_are_no_snapshots(filled, tmp_path) -> None:
     with tarfile.open(tmp_path / "bad.tar", "w") as tar:
         for i in range(1100):
             tar.addfile(tarfile.TarInfo(f"{i}.jpg"))

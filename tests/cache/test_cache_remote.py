@@ -84,7 +84,7 @@ def in_tier(tmp_path: Path) -> list[Path]:
     return [path for path, name in names if "identities" not in name and "erased" not in name]
 
 
-async def test_a_store_restores_full_and_partial_blocks_that_another_store_uploaded_to_the_remote_tier(
+async def test_a_store_restores_all_blocks_that_another_store_uploaded_to_the_tier(
     open_two: Any,
 ) -> None:
     one, two = await open_two()
@@ -95,7 +95,7 @@ async def test_a_store_restores_full_and_partial_blocks_that_another_store_uploa
     assert (await two.kv.find_remote(two.kv.chain("a"), TOKENS)) is None, "it has all of it now"
 
 
-async def test_a_store_fetches_from_the_remote_tier_only_the_blocks_that_it_lacks_locally(
+async def test_a_store_fetches_from_the_remote_tier_only_the_blocks_that_it_lacks(
     open_two: Any,
 ) -> None:
     one, two = await open_two()
@@ -106,9 +106,7 @@ async def test_a_store_fetches_from_the_remote_tier_only_the_blocks_that_it_lack
     assert (len(found.links), found.num_tokens) == (2, 10)
 
 
-async def test_uploading_a_full_block_removes_its_partial_blocks_from_the_remote_tier(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_uploading_a_full_block_removes_its_parts_from_the_tier(open_two: Any, tmp_path: Path) -> None:
     one, _ = await open_two()
     await put(one, TOKENS[:9])
     await put(one, TOKENS[:11])
@@ -116,9 +114,7 @@ async def test_uploading_a_full_block_removes_its_partial_blocks_from_the_remote
     assert len(in_tier(tmp_path)) == 12 // BLOCK
 
 
-async def test_an_erase_by_one_store_removes_the_snapshots_from_the_remote_tier(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_an_erase_by_one_store_removes_snapshots_from_the_tier(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     assert (await two.eraser.erase("a", pack(TOKENS))).settled
@@ -328,9 +324,7 @@ async def test_an_erase_in_a_full_remote_tier_still_removes_the_snapshots_of_oth
     assert in_tier(tmp_path) == []
 
 
-async def test_a_remote_tier_on_a_full_file_system_accepts_no_snapshots(
-    open_store: Any, tmp_path: Path
-) -> None:
+async def test_a_remote_tier_on_a_full_file_system_takes_no_snapshot(open_store: Any, tmp_path: Path) -> None:
     full = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=1 << 60)
     one = await open_store(tmp_path / "one", tier=full)
     await put(one, TOKENS)
@@ -356,9 +350,7 @@ def test_a_full_remote_tier_stops_evicting_once_a_removal_has_freed_no_space(
     assert len(in_tier(tmp_path)) == 10
 
 
-async def test_a_workers_own_cache_directory_is_refused_as_a_remote_tier(
-    open_store: Any, tmp_path: Path
-) -> None:
+async def test_a_workers_own_cache_directory_is_refused_as_a_tier(open_store: Any, tmp_path: Path) -> None:
     await open_store(tmp_path / "one")
     with pytest.raises(FileExistsError, match="a worker's own directory"):
         SharedDirectory(tmp_path / "one", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
@@ -480,9 +472,7 @@ async def test_an_erase_while_a_sink_window_session_is_fetched_leaves_none_of_it
     assert len(two._index) == 0
 
 
-async def test_a_cancelled_fetch_from_the_remote_tier_leaves_no_temporary_file(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_a_cancelled_fetch_from_a_tier_leaves_no_temporary_file(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
@@ -579,9 +569,7 @@ async def test_a_fetch_from_the_remote_tier_stores_no_blocks_of_tokens_that_were
     assert not list((tmp_path / "two" / "tmp").iterdir())
 
 
-async def test_an_erase_that_times_out_is_still_completed_in_the_remote_tier_afterwards(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: Any, tmp_path: Path) -> None:
     one, _ = await open_two()
     await put(one, TOKENS)
     assert not (await one.eraser.erase("a", pack(TOKENS), timeout_s=0.0)).settled

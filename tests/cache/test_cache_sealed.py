@@ -51,9 +51,7 @@ async def test_files_of_an_encrypted_cache_contain_no_readable_tokens_or_digests
     assert traces(tmp_path / "cache", TOKENS) == shown
 
 
-async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_encrypted_files(
-    open_store, tmp_path
-) -> None:
+async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_files(open_store, tmp_path) -> None:
     store = await stored(open_store, TOKENS, codec=KEY)
     sizes = [path.stat().st_size for path in snapshots(tmp_path / "cache")]
     assert store.stats().stored_bytes == sum(sizes)
@@ -79,9 +77,7 @@ async def test_an_altered_index_row_of_an_encrypted_cache_is_replaced_from_its_s
     assert await num_restored(store, TOKENS) == 10, "its file says it again"
 
 
-async def test_an_encrypted_snapshot_file_with_one_changed_bit_is_rejected_and_quarantined(
-    open_store, tmp_path
-) -> None:
+async def test_an_encrypted_snapshot_file_with_a_changed_bit_is_quarantined(open_store, tmp_path) -> None:
     store = await stored(open_store, TOKENS, codec=KEY)
     first = snapshots(tmp_path / "cache")[0]
     whole = first.read_bytes()
@@ -95,9 +91,7 @@ async def test_an_encrypted_snapshot_file_with_one_changed_bit_is_rejected_and_q
     assert [path.name for path in (tmp_path / "cache" / "quarantine").iterdir()] == [first.name]
 
 
-async def test_an_encrypted_snapshot_file_under_the_name_of_another_snapshot_is_rejected(
-    open_store, tmp_path
-) -> None:
+async def test_an_encrypted_snapshot_file_under_the_name_of_another_is_rejected(open_store, tmp_path) -> None:
     other = [TOKENS[1], *TOKENS[1:]]
     store = await stored(open_store, TOKENS[:4], other[:4], codec=KEY)
     one, two = snapshots(tmp_path / "cache")
@@ -112,9 +106,7 @@ async def test_an_encrypted_snapshot_file_under_the_name_of_another_snapshot_is_
     assert stranger.exists(), "what has no name of this key is none of the cache's"
 
 
-def test_an_encrypted_snapshot_file_with_a_chunk_missing_moved_or_added_is_rejected(
-    tmp_path, monkeypatch
-) -> None:
+def test_an_encrypted_file_with_a_chunk_missing_moved_or_added_is_rejected(tmp_path, monkeypatch) -> None:
     """With chunks of 64 bytes, the tensors of a file are in several chunks."""
     monkeypatch.setattr(encryption, "_CHUNK", 64)
     tensors = cut(TOKENS, blocks.Span(0, 4))
@@ -296,9 +288,7 @@ def test_only_an_encrypted_cache_needs_cryptography_and_without_it_says_which_ex
         codec_by(tmp_path / "key")
 
 
-async def test_a_cache_directory_can_be_opened_after_a_crash_before_its_key_was_recorded(
-    open_store, tmp_path
-) -> None:
+async def test_a_cache_directory_can_be_opened_after_a_crash_at_its_first_use(open_store, tmp_path) -> None:
     """The record of the key is only a temporary file then."""
     (tmp_path / "cache" / "tmp").mkdir(parents=True)
     (tmp_path / "cache" / "tmp" / codecs.SEAL).write_text("AES")

@@ -47,7 +47,7 @@ async def restored(store, tokens) -> int:
     return found.num_tokens
 
 
-async def test_a_model_with_recurrent_states_is_restored_only_to_the_end_of_a_stored_snapshot(
+async def test_a_model_with_recurrent_states_is_restored_to_the_end_of_a_stored_snapshot(
     open_store,
 ) -> None:
     """The KV of a part of a snapshot could be used, but a state is only that of the whole snapshot."""
@@ -63,7 +63,7 @@ async def test_a_model_with_recurrent_states_is_restored_only_to_the_end_of_a_st
     assert store.kv.wanted(store.kv.chain("a"), TOKENS[:11]) == []
 
 
-async def test_recurrent_states_after_a_missing_block_can_be_restored_once_that_block_has_been_saved(
+async def test_recurrent_states_after_a_missing_block_can_be_restored_once_it_is_saved(
     open_store,
 ) -> None:
     """The second block was dropped with its state; until it is saved again, no later block is used."""

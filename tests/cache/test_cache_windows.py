@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, extended, kv, save_all
+from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, extended, kv, put
 
 from cache.admin import archive, pruning, survey
 from cache.disk import format as snapshot_format
@@ -214,9 +214,7 @@ def shrunk(store, max_bytes) -> None:
     [LAYOUT, ModelLayout(LAYOUT.kv, reaches=(POLICY,) * 4)],
     ids=["the policy's window", "the model's window"],
 )
-async def test_a_windowed_session_longer_than_the_disk_limit_is_saved_and_restored(
-    open_store, layout
-) -> None:
+async def test_a_windowed_session_larger_than_its_disk_is_saved_and_restored(open_store, layout) -> None:
     """Every block is saved, those between sinks and window are evicted, and the whole session matches."""
     store = await limited(open_store, 8, layout=layout)
     chain = store.kv.chain("a", POLICY if layout is LAYOUT else FULL)
@@ -248,7 +246,7 @@ async def test_a_pending_restore_keeps_exactly_the_blocks_that_it_needs_from_bei
     assert (store.stats().stored, len(store._index)) == (0, 0)
 
 
-async def test_the_cache_match_of_a_rewound_session_is_the_longest_prefix_that_can_still_be_restored(
+async def test_the_cache_match_of_a_rewound_session_is_its_longest_restorable_prefix(
     open_store,
 ) -> None:
     store = await limited(open_store, 12)
@@ -266,7 +264,7 @@ async def test_the_cache_match_of_a_rewound_session_is_the_longest_prefix_that_c
     assert store.stats().rejected == 0
 
 
-async def test_a_session_rewound_into_evicted_blocks_saves_those_blocks_again_and_can_be_restored(
+async def test_a_session_rewound_into_evicted_blocks_saves_them_again_and_can_be_restored(
     open_store,
 ) -> None:
     """It prefills these blocks once; after that they can be restored."""
@@ -288,9 +286,7 @@ async def test_a_session_rewound_into_evicted_blocks_saves_those_blocks_again_an
 
 
 @pytest.mark.parametrize("by_marks", [False, True])
-async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_remaining_blocks(
-    open_store, by_marks
-) -> None:
+async def test_erasing_a_session_with_evicted_blocks_removes_all_other_blocks(open_store, by_marks) -> None:
     """Also after the loss of the index, and nothing of other tokens."""
     store = await limited(open_store, 200)
     await grown(store, store.kv.chain("a", POLICY), 200)
@@ -298,8 +294,7 @@ async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_remainin
     for tenant, tokens in (("a", other), ("b", LONG[:200])):
         chain = store.kv.chain(tenant, POLICY)
         await grown(store, chain, 200, tokens)
-    save_all(store, "a", LONG[:40])
-    assert await store.queue.drained(5)
+    await put(store, LONG[:40])
     sessions = [("a", other), ("b", LONG[:200]), ("a", LONG[:200])]
     for tenant, tokens in sessions:
         store.kv.release(store.kv.match(store.kv.chain(tenant, POLICY), tokens))
@@ -321,9 +316,7 @@ async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_remainin
     assert there.isdisjoint(node.digest for node in found[2].nodes)
 
 
-async def test_a_session_with_evicted_blocks_can_be_listed_exported_imported_and_pruned(
-    open_store, tmp_path
-) -> None:
+async def test_a_session_with_evicted_blocks_can_be_listed_exported_and_pruned(open_store, tmp_path) -> None:
     store = await limited(open_store, 8)
     await grown(store, store.kv.chain("a", POLICY), 200)
     stored, stored_bytes = store.stats().stored, store.stats().stored_bytes
@@ -432,8 +425,6 @@ def _fail(*_) -> None:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "3"))))
-async def test_in_random_sessions_the_cache_match_is_the_longest_prefix_that_the_files_on_disk_allow(
-    open_store, seed
-) -> None:
+async def test_in_random_sessions_the_match_is_the_longest_prefix_of_the_files(open_store, seed) -> None:
     """Also the restored KV is right, and the counters match the files."""
     await Sessions(random.Random(seed), open_store).run(50)

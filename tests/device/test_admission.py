@@ -333,7 +333,7 @@ async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancel
         engine.forget(key("s"))
 
 
-async def test_a_turn_after_a_rewind_reserves_memory_for_all_kv_that_the_session_still_holds(
+async def test_a_turn_after_a_rewind_reserves_memory_for_all_kv_that_its_session_has(
     make_engine,
 ) -> None:
     """To trim its KV frees nothing."""

@@ -75,7 +75,7 @@ def same(one: mx.array | None, other: mx.array | None) -> bool:
     "family",
     [pytest.param(one, marks=() if one in USUAL else pytest.mark.packaging) for one in FAMILIES],
 )
-def test_a_config_with_rope_parameters_gives_the_same_logits_as_one_with_the_older_rope_theta(
+def test_a_config_with_rope_parameters_gives_the_same_logits_as_one_with_rope_theta(
     family: str,
 ) -> None:
     usual = said(family, rope_theta=10_000.0)

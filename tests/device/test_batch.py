@@ -152,9 +152,7 @@ def test_prompts_sharing_a_forward_pass_with_answers_and_other_prompts_get_the_s
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next", "falcon_h1", "llama4"])
-def test_a_batch_lists_the_rows_whose_kv_cache_may_need_more_memory_in_the_next_step(
-    make_model, kind
-) -> None:
+def test_a_batch_lists_the_rows_whose_cache_may_need_more_memory_in_the_next_step(make_model, kind) -> None:
     """Whether the caches of hybrids and of chunked attention will grow is unknown."""
     model = make_model(kind)
     batch = batched(model, lambda _: False)
@@ -256,7 +254,7 @@ def test_a_batching_self_test_allows_large_deviations_only_on_a_gpu_of_reduced_p
     assert batch_kinds._tolerance(model) == (batch_kinds._COARSE if is_coarse else batch_kinds._TOLERANCE)
 
 
-def test_a_model_whose_batched_logits_deviate_by_more_than_rounding_fails_its_batching_self_test(
+def test_a_model_whose_batched_logits_deviate_beyond_rounding_fails_its_self_test(
     make_model,
 ) -> None:
     model = make_model("llama")
@@ -280,9 +278,7 @@ def test_a_stored_batching_self_test_result_is_used_only_on_the_same_gpu_and_sys
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{not json", '{"model": 3}', "[" * 100_000])
-def test_an_unreadable_file_of_batching_self_test_results_is_treated_as_empty_and_replaced(
-    path: Path, content: str
-) -> None:
+def test_an_unreadable_file_of_batching_self_test_results_is_replaced(path: Path, content: str) -> None:
     path.write_text(content)
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
     assert Trials(path, "model").way("merge", never, 2) == 1

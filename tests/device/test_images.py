@@ -217,9 +217,7 @@ async def test_a_vision_model_loaded_from_any_supported_weight_file_layout_gives
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-async def test_batched_answers_about_images_and_texts_equal_those_given_alone(
-    seeing, open_process, kind
-) -> None:
+async def test_batched_answers_about_images_and_texts_equal_those_alone(seeing, open_process, kind) -> None:
     seen, one, two = seeing(kind), picture(1), picture(2, 50, 40)
     asked = {
         "two images": (seen.prompt("@ or @?", one, two), (one, two)),
@@ -297,9 +295,7 @@ async def test_a_prompt_that_ends_inside_an_image_is_refused_by_models_that_enco
 
 
 @pytest.mark.parametrize("kind", JOINT)
-def test_prefill_continued_inside_an_image_gives_the_same_logits_as_an_uninterrupted_prefill(
-    seeing, kind
-) -> None:
+def test_prefill_continued_inside_an_image_gives_the_same_logits_as_without_a_break(seeing, kind) -> None:
     seen, image = seeing(kind), picture(1)
     tokens, model = seen.prompt("A text before @ and one behind it", image), seen.loaded.model
     (span,), vision_model = tokens.spans, seen.loaded.vision_model
@@ -436,9 +432,7 @@ async def test_a_vision_model_with_position_grids_or_two_way_image_attention_ref
         assert "use the policy full" in (process.engine.refusal(Policy(2, 256)) or "")
 
 
-async def test_images_with_equal_token_counts_but_different_shapes_get_their_own_answers(
-    seeing, open_process
-) -> None:
+async def test_images_with_equal_token_counts_and_other_shapes_get_own_answers(seeing, open_process) -> None:
     """Tokens, and their numbers, are the same; rows and positions differ."""
     seen, images = seeing("qwen2_vl"), (picture(1, 48, 16), picture(1, 16, 48), picture(1, 48, 16))
     asked = [(seen.prompt("It is @ here: @", image, image), (image, image)) for image in images]
@@ -498,9 +492,7 @@ async def test_speculative_drafts_and_priorities_do_not_change_answers_about_ima
         assert [found for _, found in await asyncio.gather(*both)] == [expected] * 2
 
 
-async def test_a_turn_whose_image_cannot_be_read_fails_and_concurrent_turns_complete(
-    seeing, open_process
-) -> None:
+async def test_a_turn_whose_image_cannot_be_read_fails_and_others_complete(seeing, open_process) -> None:
     """Files that were fine when the prompts were made."""
     seen, good, bad, other = seeing("idefics3"), picture(1), picture(2), picture(3)
     both = (("@?", (good,)), ("@@?", (good, bad)), ("no picture", ()), ("@?", (other,)))

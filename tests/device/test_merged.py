@@ -130,9 +130,7 @@ def test_batch_rows_with_merged_kv_caches_are_rolled_back_after_a_failed_step_an
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "exaone4"])
-def test_a_batch_row_with_unmerged_recurrent_or_windowed_caches_cannot_be_rolled_back(
-    make_model, kind
-) -> None:
+def test_a_batch_row_with_unmerged_recurrent_or_windowed_caches_is_not_rolled_back(make_model, kind) -> None:
     model = make_model(kind)
     batch = batched(model, where=NO_RINGS)
     batch.step([begin(model, prompt(9))])
@@ -140,9 +138,7 @@ def test_a_batch_row_with_unmerged_recurrent_or_windowed_caches_cannot_be_rolled
     assert not batch.roll_back()
 
 
-def test_a_batch_whose_merged_kv_caches_were_dropped_by_an_error_cannot_be_rolled_back(
-    make_model, monkeypatch
-) -> None:
+def test_a_batch_whose_merged_kv_caches_were_dropped_is_not_rolled_back(make_model, monkeypatch) -> None:
     """The error occurs while another row's memory is freed; some layers lack that row already."""
     model = make_model("qwen3_next")
     batch = batched(model)
@@ -262,9 +258,7 @@ def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1"])
-def test_a_batch_row_that_leaves_merged_kv_caches_does_not_keep_the_whole_batch_in_memory(
-    make_model, kind
-) -> None:
+def test_a_batch_row_that_leaves_merged_kv_caches_keeps_no_whole_batch_in_memory(make_model, kind) -> None:
     """Its arrays are copies: a view would pin the buffers of the whole batch."""
     model = make_model(kind)
     merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))

@@ -342,9 +342,7 @@ async def test_a_paged_answer_completes_without_a_chunk_that_is_no_longer_on_dis
         assert (outcome.num_prefilled, len(answer)) == (2, 12)
 
 
-async def test_a_paged_prompt_waits_for_a_slow_disk_until_all_its_kv_blocks_are_stored(
-    model, open_process
-) -> None:
+async def test_a_paged_prompt_waits_for_a_slow_disk_until_all_its_kv_is_stored(model, open_process) -> None:
     """KV leaves the device only once its write is queued."""
     tokens = prompt(20 * CHUNK)
     async with open_process(model, num_blocks=8) as process:

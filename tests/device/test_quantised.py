@@ -98,9 +98,7 @@ def test_the_computed_size_of_quantised_kv_equals_the_bytes_that_its_arrays_take
         ("qwen3_next", "3*ArraysCache(2) QuantizedKVCache(32,8)"),
     ],
 )
-def test_the_setting_kv_bits_leaves_windowed_and_recurrent_layers_unquantised(
-    make_model, kind, described
-) -> None:
+def test_the_setting_kv_bits_leaves_windows_and_recurrent_layers_as_is(make_model, kind, described) -> None:
     assert layers.describe(make_prompt_cache(make_model(kind, 8))) == described
 
 

@@ -155,9 +155,7 @@ async def test_with_a_new_process_for_each_turn_only_new_tokens_are_prefilled_an
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", *CUT])
-async def test_a_rewound_session_reuses_stored_kv_or_the_last_stored_recurrent_state(
-    open_process, kind
-) -> None:
+async def test_a_rewound_session_reuses_stored_kv_or_the_last_recurrent_state(open_process, kind) -> None:
     """The device's caches cannot be trimmed. On disk there is a recurrent state at each block boundary."""
     tokens = prompt(5 * BLOCK)
     async with open_process(kind=kind) as process:
@@ -329,7 +327,7 @@ def _is_divisible(module: Any, group: int) -> bool:
 
 
 @pytest.mark.metal
-async def test_sessions_restored_while_another_answer_runs_get_the_same_tokens_as_before_the_restart(
+async def test_sessions_restored_while_another_answer_runs_get_the_tokens_of_before(
     open_model,
 ) -> None:
     texts = [prompt(6 * BLOCK + n, salt=n + 2) for n in range(4)]

@@ -103,9 +103,7 @@ def test_batch_rows_with_random_sampling_settings_draw_the_same_tokens_as_alone(
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
-def test_top_p_computed_on_a_few_candidates_draws_the_same_tokens_as_with_a_full_sort(
-    monkeypatch, spread
-) -> None:
+def test_top_p_computed_on_a_few_candidates_draws_the_tokens_of_a_full_sort(monkeypatch, spread) -> None:
     """In some cases the candidates suffice, in others the rest of the vocabulary is needed."""
     logits = rows(1, 8, spread=spread)
     draws = [Draw(RowSampling(1.0, top_p=0.1 + 0.1 * i, seed=i), i) for i in range(8)]

@@ -35,9 +35,7 @@ def test_a_new_session_copies_the_kv_of_the_common_prefix_from_an_idle_session(m
     assert rig.tokens(turn) == alone(model, with_end(9, 6), 8)[0]
 
 
-def test_a_session_whose_whole_prompt_is_in_another_sessions_kv_still_prefills_its_last_token(
-    make_rig, model
-) -> None:
+def test_a_session_whose_whole_prompt_another_session_has_prefills_its_last_token(make_rig, model) -> None:
     """Its answer is drawn from this token's logits."""
     rig = make_rig(model)
     rig.run(generate(with_end(4, 5), 6, name="a"))
@@ -47,9 +45,7 @@ def test_a_session_whose_whole_prompt_is_in_another_sessions_kv_still_prefills_i
     assert rig.tokens(turn) == alone(model, COMMON, 8)[0]
 
 
-def test_of_several_sessions_that_start_together_only_one_prefills_their_common_prefix(
-    make_rig, model
-) -> None:
+def test_of_several_sessions_that_start_together_one_prefills_their_common_prefix(make_rig, model) -> None:
     rig = make_rig(model)
     turns = [generate(with_end(7, 5), 8, name="a")]
     turns += [shared(name, with_end(4 + i, 6 + i), 8, "a") for i, name in enumerate("bcd")]

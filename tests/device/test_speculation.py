@@ -227,9 +227,7 @@ class SameTokens:
         return True
 
 
-def test_a_draft_model_is_refused_for_a_target_model_whose_caches_cannot_be_trimmed(
-    make_model, tmp_path
-) -> None:
+def test_a_draft_model_is_refused_for_a_target_model_with_untrimmable_caches(make_model, tmp_path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     model, draft = (
         replace(loaded(make_model(kind)), tokenizer=SameTokens(), folder=tmp_path)  # type: ignore[arg-type]
@@ -305,7 +303,7 @@ def test_prompt_lookup_drafts_further_repetitions_if_the_session_ends_in_a_repet
 
 
 @given(st.lists(st.integers(0, 3), min_size=NGRAM, max_size=60))
-def test_prompt_lookup_finds_the_latest_earlier_occurrence_of_the_last_tokens_at_any_position(
+def test_prompt_lookup_finds_the_latest_earlier_occurrence_of_the_last_tokens(
     tokens: list[int],
 ) -> None:
     places = [at for at in range(NGRAM, len(tokens)) if tokens[at - NGRAM : at] == tokens[-NGRAM:]]

@@ -154,9 +154,7 @@ def turns() -> list[DeviceTurn]:
 
 
 @pytest.mark.parametrize("why", ["a restore is under way", "the disk has it"])
-def test_a_step_postponed_for_lack_of_memory_does_not_change_order_and_age_of_waiting_turns(
-    estimator, why: str
-) -> None:
+def test_a_step_postponed_for_lack_of_memory_changes_no_order_and_age_of_turns(estimator, why: str) -> None:
     room, scheduler, untouched = IdleKv(estimator), Scheduler(4, BLOCK), Scheduler(4, BLOCK)
     chooser = chooser_of(scheduler, room)
     some = turns()
@@ -212,7 +210,7 @@ def test_if_memory_is_short_the_prompt_that_could_run_is_failed_and_not_one_that
     assert hopeless[0] is other
 
 
-def test_a_device_step_that_took_more_memory_than_estimated_raises_later_estimates_for_a_while(
+def test_a_device_step_that_took_more_memory_than_estimated_raises_the_next_estimates(
     estimator,
 ) -> None:
     room, scheduler = IdleKv(estimator), Scheduler(4, BLOCK)

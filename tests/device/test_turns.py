@@ -148,9 +148,7 @@ def test_kv_for_snapshots_is_copied_later_if_the_write_queue_is_full_at_first(ma
     assert rig.cuts(turn) == [*((start, start + 8) for start in range(0, 56, 8)), (56, 59)]
 
 
-def test_snapshots_that_the_event_loop_has_not_yet_received_count_against_the_write_queue(
-    make_rig, model
-) -> None:
+def test_snapshots_that_the_event_loop_has_not_yet_received_count_against_the_queue(make_rig, model) -> None:
     """It would have to drop those for which there is no room."""
     rig = make_rig(model, room=lambda: room_bytes)
     room_bytes = 3 * rig.device.kv(FULL).snapshot(8, at=8)
@@ -163,9 +161,7 @@ def test_snapshots_that_the_event_loop_has_not_yet_received_count_against_the_wr
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode alone", "decode in a batch"])
-def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_other_turns(
-    make_rig, model, phase
-) -> None:
+def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_alone(make_rig, model, phase) -> None:
     """Their KV is dropped. Other turns continue, and later turns of the same sessions succeed."""
     rig = make_rig(model)
     bystander = generate(prompt(12, salt=4), 40, name="bystander")
@@ -224,9 +220,7 @@ def test_a_prompt_that_fails_to_start_fails_alone_and_the_other_turns_of_its_ste
         assert rig.tokens(turn) == alone(model, turn.request.context, 40)[0]
 
 
-def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_the_prompt_is_prefilled(
-    make_rig, model
-) -> None:
+def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_all_is_prefilled(make_rig, model) -> None:
     rig = make_rig(model)
     turn = append(prompt(20), restored={"0.keys": mx.zeros((1, 2, 8, 8))}, num_restored=8)
     rig.run(turn)
@@ -253,9 +247,7 @@ def test_idle_sessions_take_less_than_four_times_the_kv_memory_that_they_report(
     assert rig.tokens(after) == alone(model, prompt(5), 300)[0]
 
 
-def test_a_turn_does_not_reuse_kv_of_other_tokens_that_a_cancelled_turn_left_in_its_session(
-    make_rig, model
-) -> None:
+def test_a_turn_does_not_reuse_kv_of_other_tokens_that_a_cancelled_turn_left(make_rig, model) -> None:
     """The turn was submitted before an abandoned one of the same session had ended with other tokens."""
     rig = make_rig(model)
     rig.run(append(prompt(20, salt=5)))
@@ -264,9 +256,7 @@ def test_a_turn_does_not_reuse_kv_of_other_tokens_that_a_cancelled_turn_left_in_
     assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]
 
 
-def test_a_prompt_with_a_token_outside_the_vocabulary_fails_and_a_concurrent_turn_completes(
-    make_rig, model
-) -> None:
+def test_a_prompt_with_a_token_outside_the_vocabulary_fails_and_other_turns_complete(make_rig, model) -> None:
     rig = make_rig(model)
     bad, good = append([*prompt(9), 10**6, 1]), generate(prompt(20), 4, name="other")
     rig.run(bad, good)

@@ -188,9 +188,7 @@ def test_ring_cache_attention_over_any_split_of_the_prompt_equals_attention_with
 
 
 @pytest.mark.parametrize("far", [10_000_000, 9_999_990, 2**31 // 4096 * 4096 - 100])
-def test_windowed_logits_at_position_ten_million_equal_those_at_position_ten_thousand(
-    make_model, far: int
-) -> None:
+def test_windowed_logits_at_position_ten_million_equal_those_at_ten_thousand(make_model, far: int) -> None:
     model = make_model("llama")
     logits = []
     for start in (10_000, far):

@@ -240,9 +240,7 @@ def test_json_tool_calls_with_raw_line_breaks_in_strings_or_arguments_as_a_json_
     ],
 )
 @pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
-def test_a_json_object_without_an_offered_tool_name_or_arguments_object_is_shown_as_text(
-    family: str, text: str
-) -> None:
+def test_a_json_object_without_an_offered_tool_or_arguments_is_shown_as_text(family: str, text: str) -> None:
     assert calls_in(family, text) == []
     assert not outcome(splitter(family, tools=TOOLS), text)[3], "nor a malformed one"
 
@@ -332,9 +330,7 @@ def test_every_tool_parser_of_mlx_lm_has_a_turnkeep_call_format_with_the_same_ma
         assert markup_of("tools", set(), name).calls == (module.tool_call_start, module.tool_call_end), name
 
 
-def test_the_tool_parser_named_in_a_model_folder_selects_the_call_format(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_tool_parser_named_in_a_model_folder_selects_its_format(tiny_model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "named"
     shutil.copytree(tiny_model, folder)
     template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -405,9 +401,7 @@ def test_the_chat_template_type_of_a_model_selects_a_template_of_mlx_lm_or_is_re
         ("browser.search", []),
     ],
 )
-def test_in_the_harmony_format_only_calls_of_offered_functions_are_parsed_as_tool_calls(
-    to: str, wanted: Any
-) -> None:
+def test_in_the_harmony_format_only_offered_functions_are_parsed_as_calls(to: str, wanted: Any) -> None:
     text = f'<|channel|>commentary to={to} <|constrain|>json<|message|>{{"command": "ls"}}<|call|>'
     assert calls_in("harmony", text) == wanted
     if not wanted:
@@ -715,9 +709,7 @@ PARTS = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-def test_every_tool_call_parser_raises_nothing_but_value_errors_for_random_model_output(
-    family: str, data: Any
-) -> None:
+def test_every_tool_call_parser_raises_only_value_errors_for_random_text(family: str, data: Any) -> None:
     """Otherwise the calls before are lost, or another format is not tried."""
     tags = re.findall(r"<[^<>]*>|\[[A-Z_]*\]", written(family, "clock"))
     text = "".join(data.draw(st.lists(st.sampled_from([*PARTS, *tags]), max_size=12)))

@@ -64,7 +64,7 @@ def test_a_converted_gguf_file_outside_the_models_folder_is_listed_but_cannot_be
     assert catalog.count_parameters(entry) == catalog.count_parameters(catalog.named(str(source), tmp_path))
 
 
-def test_the_model_catalog_reads_tools_reasoning_and_cache_policies_of_a_model_from_its_files(
+def test_the_model_catalog_reads_tools_reasoning_and_cache_policies_of_a_model_folder(
     tmp_path: Path,
 ) -> None:
     words = [*(f"w{i}" for i in range(315)), "<think>", "</think>", "<s>", "</s>", "<|eot_id|>"]
@@ -127,9 +127,7 @@ def test_a_downloaded_model_is_listed_with_its_memory_need_and_the_command_that_
     assert entry["needed_bytes"] > entry["size_bytes"]
 
 
-def test_a_failed_model_download_reports_its_error_and_can_be_started_again(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_a_failed_model_download_reports_its_error_and_can_be_repeated(cache: Path, tmp_path: Path) -> None:
     models = ServableModels(Settings(data_dir=tmp_path))
     with pytest.raises(ModelError, match="is no id of the hub"):
         models.pull("tiny")

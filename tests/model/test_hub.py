@@ -279,7 +279,7 @@ def test_a_downloaded_model_that_a_worker_uses_is_listed_as_in_use_and_cannot_be
     assert not [*cache.glob("models--org--tiny")]
 
 
-def test_a_cached_hub_repository_without_a_main_branch_is_loaded_from_its_newest_snapshot(
+def test_a_cached_hub_repository_without_a_main_branch_loads_its_newest_snapshot(
     tmp_path: Path,
 ) -> None:
     for name, fetched_s in (("a" * 40, 1), ("c" * 40, 3), ("b" * 40, 2)):

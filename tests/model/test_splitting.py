@@ -375,9 +375,7 @@ def test_tool_call_arguments_that_are_empty_nested_or_contain_markers_in_strings
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("_bare")])
 @pytest.mark.parametrize("cut", [0.4, 0.7])
-def test_a_tool_call_cut_off_in_its_arguments_is_shown_as_text_and_reported_as_malformed(
-    family: str, cut: float
-) -> None:
+def test_a_tool_call_cut_off_in_its_arguments_is_text_and_reported_malformed(family: str, cut: float) -> None:
     text = written(family)
     begin, end = text.index("weather"), text.index("days") + len("days")
     text = text[: begin + int(cut * (end - begin))]

@@ -335,7 +335,7 @@ def test_adding_a_message_without_a_role_or_without_text_content_raises_a_templa
         chat.conversation.add_messages([], messages)
 
 
-def test_results_of_tool_calls_that_share_an_id_are_assigned_to_the_calls_in_their_order(
+def test_results_of_tool_calls_that_share_an_id_belong_to_the_calls_in_order(
     tokenizer: Tokenizer,
 ) -> None:
     calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in ("x", "y", "x")]
@@ -577,7 +577,7 @@ def given_answers(tokenizer: Tokenizer, *ends: int, keeps: bool = True) -> Conve
 QUESTION = {"role": "user", "content": "a"}
 
 
-def test_an_answer_generated_in_two_parts_has_the_text_and_the_tool_calls_of_both_parts(
+def test_an_answer_generated_in_two_parts_has_the_text_and_calls_of_both(
     tokenizer: Tokenizer,
 ) -> None:
     answer = said_in(given_answers(tokenizer, 0, 1)._segments)[-1].message

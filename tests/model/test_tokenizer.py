@@ -86,9 +86,7 @@ def test_a_llama_tokenizer_from_gguf_gives_the_same_tokens_as_sentencepiece(
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, *MORE])
-def test_text_after_the_start_of_a_session_is_tokenised_without_adding_or_losing_spaces(
-    llama: Tokenizer, text: str
-) -> None:
+def test_text_after_the_start_of_a_session_gains_and_loses_no_spaces(llama: Tokenizer, text: str) -> None:
     tokens = llama.encode(text, at_start=False)
     assert llama.decode(tokens) == text
     stream = TextStream(llama)
@@ -315,7 +313,7 @@ def test_a_character_of_several_tokens_is_streamed_when_the_token_with_its_last_
 
 
 @pytest.mark.model
-def test_an_incomplete_character_at_the_end_of_an_answer_becomes_one_replacement_character(
+def test_an_incomplete_character_at_an_answers_end_becomes_one_replacement(
     tokenizer: Tokenizer,
 ) -> None:
     stream = TextStream(tokenizer)
