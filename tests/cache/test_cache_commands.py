@@ -394,9 +394,7 @@ async def test_inspecting_or_verifying_a_cache_fails_if_too_many_files_are_open(
         survey.inspect(without_files)
 
 
-async def test_cache_export_fails_and_leaves_no_archive_if_the_process_has_too_many_open_files(
-    without_files, tmp_path
-) -> None:
+async def test_cache_export_with_too_many_open_files_leaves_no_archive(without_files, tmp_path) -> None:
     with pytest.raises(CacheError, match=r"cannot be exported: .*Too many open files"):
         archive.export(without_files, None, tmp_path / "all.tar")
     assert not (tmp_path / "all.tar").exists()

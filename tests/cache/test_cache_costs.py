@@ -74,9 +74,7 @@ async def test_the_cpu_work_of_the_cache_index_for_a_turn_is_linear_in_its_block
         assert two[name] <= 2.5 * one[name], (name, one, two)
 
 
-async def test_evicting_many_blocks_does_not_scan_all_blocks_in_use_again_for_each_evicted_block(
-    open_store, monkeypatch
-) -> None:
+async def test_evicting_many_blocks_scans_no_blocks_in_use_again_for_each(open_store, monkeypatch) -> None:
     """The held blocks are the least recently used, so each search for a victim would begin with them."""
     store = await open_store()
     save_all(store, "a", list(range(60 * BLOCK)))

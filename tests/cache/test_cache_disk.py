@@ -120,9 +120,7 @@ async def test_snapshots_whose_eviction_or_erasure_was_confirmed_do_not_return_a
     assert found == {"kept": 0, "erased": 0}, "the log's deleted pages do not come back"
 
 
-async def test_a_store_whose_directory_is_removed_restores_nothing_and_counts_its_saves_as_lost(
-    open_store, tmp_path
-) -> None:
+async def test_a_store_without_its_directory_restores_nothing_and_counts_losses(open_store, tmp_path) -> None:
     now = 0.0
     store = await stored(open_store, ONE, monotonic=lambda: now)
     shutil.rmtree(tmp_path / "cache")

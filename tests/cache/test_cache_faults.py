@@ -84,9 +84,7 @@ async def test_a_disk_that_becomes_full_during_snapshot_writes_loses_only_the_sn
     assert await num_restored(store, TOKENS, "b") == 10
 
 
-async def test_the_disk_writer_pauses_longer_after_each_failed_write_and_logs_only_the_first_failure(
-    open_store, monkeypatch
-) -> None:
+async def test_the_disk_writer_pauses_longer_after_each_failure_and_logs_one(open_store, monkeypatch) -> None:
     clock = Clock()
     store = await open_store(monotonic=clock)
 

@@ -95,9 +95,7 @@ async def test_an_erase_by_logged_hashes_removes_a_file_that_the_first_erase_cou
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_an_erase_by_logged_hashes_leaves_unfinished_erases_of_other_tenants_unfinished(
-    open_store, monkeypatch
-) -> None:
+async def test_an_erase_by_logged_hashes_settles_no_erases_of_other_tenants(open_store, monkeypatch) -> None:
     store = await stored(open_store, TOKENS)
     await put(store, TOKENS, tenant="b")
     with monkeypatch.context() as patched:
@@ -108,9 +106,7 @@ async def test_an_erase_by_logged_hashes_leaves_unfinished_erases_of_other_tenan
     assert store.eraser._unsettled == left
 
 
-async def test_an_erase_that_times_out_in_the_write_queue_still_removes_quarantined_copies_later(
-    open_store, tmp_path, gate
-) -> None:
+async def test_an_erase_that_times_out_still_removes_quarantined_copies(open_store, tmp_path, gate) -> None:
     gate.set()
     store = await stored(open_store, TOKENS)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
@@ -175,9 +171,7 @@ async def test_an_erase_keeps_the_full_blocks_of_the_first_tokens_that_its_calle
     assert not traces(tmp_path / "cache", TOKENS)
 
 
-async def test_an_erase_removes_quarantined_files_of_the_erased_tokens_and_no_other_quarantined_files(
-    open_store, tmp_path
-) -> None:
+async def test_an_erase_removes_quarantined_files_of_the_erased_tokens_alone(open_store, tmp_path) -> None:
     store = await stored(open_store, TOKENS, OTHER)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         flip(path)
@@ -220,9 +214,7 @@ async def test_an_erase_removes_a_quarantined_file_whose_header_cannot_be_read(o
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_found_damaged_after_its_erase_is_removed_and_not_moved_to_quarantine(
-    open_store, tmp_path, monkeypatch
-) -> None:
+async def test_a_file_found_damaged_after_its_erase_is_removed(open_store, tmp_path, monkeypatch) -> None:
     store = await stored(open_store, TOKENS)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         flip(path)
@@ -236,9 +228,7 @@ async def test_a_file_found_damaged_after_its_erase_is_removed_and_not_moved_to_
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_an_erase_removes_the_snapshots_of_the_same_tokens_of_other_models_and_settings(
-    open_store, tmp_path, lost
-) -> None:
+async def test_an_erase_removes_the_tokens_for_other_models_and_settings(open_store, tmp_path, lost) -> None:
     """They were made with other weights, `kv_bits` or block sizes; the index may have been lost since."""
     for changes in ({"caches": "8 bits"}, {"block_tokens": 3}, {"weights": "other"}, {}):
         await (await stored(open_store, TOKENS, OTHER, identity=identity(**changes))).close()
@@ -341,9 +331,7 @@ async def test_on_macos_an_erase_syncs_with_f_fullfsync_so_that_the_drives_cache
     assert store._opened.catalog._db.execute("PRAGMA fullfsync").fetchone() == (1,), "for SQLite's own syncs"
 
 
-async def test_an_erase_is_not_confirmed_if_the_index_could_not_remove_its_rows(
-    open_store, tmp_path, monkeypatch
-) -> None:
+async def test_an_erase_is_not_confirmed_while_the_index_has_rows(open_store, tmp_path, monkeypatch) -> None:
     store = await stored(open_store, TOKENS)
 
     def failing(*_) -> None:

@@ -195,9 +195,7 @@ def rename_tensor(fields):
         pytest.param(lambda fields: {"__metadata__": fields["__metadata__"]}, id="no tensors"),
     ],
 )
-def test_a_snapshot_file_whose_header_contradicts_its_content_is_rejected_despite_a_valid_checksum(
-    path, change
-) -> None:
+def test_a_snapshot_header_that_contradicts_its_content_is_rejected_despite_a_checksum(path, change) -> None:
     forge(path, change)
     with pytest.raises(DoubtfulSnapshotError):
         load(path)
@@ -272,7 +270,7 @@ def test_a_snapshot_file_of_more_buffers_than_a_readv_call_accepts_is_read_whole
     assert_is_kv_of(load(path), TOKENS)
 
 
-def test_a_snapshot_file_is_rejected_even_if_only_a_part_that_the_restore_does_not_need_is_damaged(
+def test_a_snapshot_file_is_rejected_even_if_only_a_part_that_no_restore_needs_is_damaged(
     path,
 ) -> None:
     flip(path)

@@ -158,9 +158,7 @@ async def test_an_erase_by_logged_hashes_keeps_remote_blocks_another_session_sha
 
 
 @pytest.mark.parametrize("by_note", [True, False])
-async def test_snapshots_saved_again_after_their_erasure_are_uploaded_to_the_remote_tier_again(
-    open_two: Any, by_note: bool
-) -> None:
+async def test_snapshots_saved_again_after_an_erase_are_uploaded_again(open_two: Any, by_note: bool) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     if by_note:
@@ -258,9 +256,7 @@ async def test_a_fetch_from_the_remote_tier_ends_before_the_first_block_that_the
     assert await fetched(two, TOKENS) == 4
 
 
-async def test_local_saves_and_restores_succeed_after_the_remote_tiers_directory_is_removed(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_saves_and_restores_succeed_without_the_tiers_directory(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     for path in (tmp_path / "tier").iterdir():

@@ -137,9 +137,7 @@ GOLDEN = (
 )
 
 
-def test_an_example_of_an_encrypted_file_can_be_decrypted_but_not_without_its_last_chunk(
-    tmp_path, monkeypatch
-) -> None:
+def test_an_example_of_an_encrypted_file_decrypts_only_with_its_last_chunk(tmp_path, monkeypatch) -> None:
     """The file has a salt, two full chunks, and a partial chunk that is marked as the last."""
     monkeypatch.setattr(encryption, "_CHUNK", 32)
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
@@ -268,9 +266,7 @@ def test_a_cache_key_file_that_is_missing_or_accessible_to_other_users_is_refuse
         codec_by(tmp_path / "none")
 
 
-def test_only_an_encrypted_cache_needs_cryptography_and_without_it_says_which_extra_to_install(
-    tmp_path, monkeypatch
-) -> None:
+def test_only_an_encrypted_cache_needs_cryptography_and_names_its_extra(tmp_path, monkeypatch) -> None:
     done = subprocess.run(
         [
             sys.executable,

@@ -164,7 +164,7 @@ async def test_erasing_by_hashes_removes_a_token_sequence_but_keeps_longer_and_b
     assert await num_restored(store, tokens, "b") == length
 
 
-async def test_a_reopened_cache_directory_reports_up_to_which_log_position_its_erasures_are_done(
+async def test_a_reopened_cache_reports_up_to_which_log_position_its_erasures_are_done(
     open_store,
 ) -> None:
     store = await open_store()
@@ -175,9 +175,7 @@ async def test_a_reopened_cache_directory_reports_up_to_which_log_position_its_e
     assert await (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5, 2.125)
 
 
-async def test_a_cache_that_lost_its_index_reports_erasures_as_done_only_up_to_its_last_use(
-    open_store, tmp_path
-) -> None:
+async def test_a_cache_without_its_index_has_erased_only_up_to_its_last_use(open_store, tmp_path) -> None:
     """Else a worker that was away while notes expired would keep what they were to erase."""
     store = await open_store()
     save_all(store, "a", TOKENS)
@@ -314,9 +312,7 @@ async def test_new_snapshots_are_dropped_and_counted_when_those_in_use_fill_the_
 
 
 @pytest.mark.parametrize("use", ["held", "begun with"])
-async def test_snapshots_that_a_turn_pinned_or_restored_are_evicted_later_than_snapshots_not_used_since(
-    open_store, use: str
-) -> None:
+async def test_snapshots_that_a_turn_pinned_or_restored_are_evicted_last(open_store, use: str) -> None:
     """Sessions in memory do not read their snapshots, but hold them; these must not be evicted first.
 
     Neither must those of which forks and rewound sessions use only the beginning.
@@ -343,9 +339,7 @@ async def test_quarantined_files_of_an_earlier_process_count_against_the_limit(o
     assert (await open_store(max_bytes=size + size // 2)).stats().stored == 0
 
 
-async def test_lowering_the_disk_limit_of_a_store_evicts_snapshots_in_small_steps_down_to_the_limit(
-    open_store, tmp_path
-) -> None:
+async def test_lowering_the_disk_limit_evicts_in_small_steps_down_to_the_limit(open_store, tmp_path) -> None:
     store = await open_store()
     for session in range(100):
         save_all(store, "a", [session, 1])
@@ -374,9 +368,7 @@ async def test_lowering_the_disk_limit_of_a_store_evicts_snapshots_in_small_step
     assert files(tmp_path) == 6, "raised, it holds more again"
 
 
-async def test_raising_the_required_free_disk_space_of_a_running_store_removes_and_refuses_snapshots(
-    open_store, tmp_path
-) -> None:
+async def test_raising_the_required_free_space_removes_and_refuses_snapshots(open_store, tmp_path) -> None:
     store = await open_store()
     for session in range(5):
         save_all(store, "a", [session, 1])

@@ -278,9 +278,7 @@ async def make_engine(make_model, trials):
         assert device.stop()
 
 
-def test_a_tenants_turns_are_admitted_up_to_its_share_of_memory_and_a_lone_turn_may_exceed_the_share() -> (
-    None
-):
+def test_a_tenants_turns_are_admitted_up_to_its_memory_share_and_a_lone_turn_beyond_it() -> None:
     ledger = Ledger(1000)
     admission = Admission(ledger, 300)
 

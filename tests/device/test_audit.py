@@ -188,9 +188,7 @@ async def test_the_kv_audit_compares_a_stored_block_only_with_a_recomputation_th
         assert len(blocks) == 3
 
 
-async def test_a_kv_audit_that_a_request_interrupts_starts_again_once_no_request_runs(
-    make_model, open_process, monkeypatch
-) -> None:
+async def test_a_kv_audit_restarts_once_no_request_runs(make_model, open_process, monkeypatch) -> None:
     model = make_model("llama")
     await stored(open_process(model))
     async with auditing(open_process(model)) as process:

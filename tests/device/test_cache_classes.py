@@ -206,9 +206,7 @@ def test_a_turn_reserves_write_queue_space_for_its_final_recurrent_state(make_ca
 
 
 @pytest.mark.parametrize("kind", [one for one in [*CONFIGS, "llama4", "qwen3_next"] if one != "rwkv7"])
-def test_the_kv_of_a_session_takes_exactly_the_computed_number_of_bytes_at_any_length(
-    make_model, make_rig, kind
-) -> None:
+def test_the_kv_of_a_session_takes_the_computed_bytes_at_any_length(make_model, make_rig, kind) -> None:
     """Sizes are equal to the byte after prompts and answers; windows and chunks do not exceed their limit."""
     model = make_model(kind)
     size, rig, history = cache_sizes(model), make_rig(model), []
@@ -242,9 +240,7 @@ def answer(model: Any, tokens: Sequence[int], num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("end", [3 * CHUNK + 1, 4 * CHUNK])
-def test_a_rewind_within_the_last_attention_chunk_prefills_one_token_and_a_longer_rewind_all_tokens(
-    make_model, make_rig, end
-) -> None:
+def test_a_rewind_within_the_last_chunk_prefills_one_token_and_else_all(make_model, make_rig, end) -> None:
     model = make_model(KIND)
     rig, context = make_rig(model), prompt(4 * CHUNK + 1)
     first = append(context)

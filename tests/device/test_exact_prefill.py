@@ -152,9 +152,7 @@ async def test_a_paged_prompt_with_a_damaged_stored_block_is_prefilled_from_it(m
     assert np.abs(np.frombuffer(bits[0], np.float32) - np.array(expected)).max() < 1e-3
 
 
-async def test_erasing_a_session_deletes_its_quarantined_block_once_no_turn_uses_the_block(
-    model, open_process, tmp_path
-) -> None:
+async def test_an_erase_deletes_a_quarantined_block_once_it_is_unused(model, open_process, tmp_path) -> None:
     tokens = prompt(50 * CHUNK)
     async with open_process(model, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
@@ -179,9 +177,7 @@ async def test_erasing_a_session_deletes_its_quarantined_block_once_no_turn_uses
         assert list((tmp_path / "kv" / "quarantine").iterdir()) == []
 
 
-async def test_a_paged_turn_fails_with_the_reason_if_no_kv_block_can_be_saved_to_disk(
-    model, open_process, monkeypatch
-) -> None:
+async def test_a_paged_turn_fails_if_no_kv_block_can_be_saved(model, open_process, monkeypatch) -> None:
     monkeypatch.setattr(cutter, "PATIENCE_S", 0.1)
     monkeypatch.setattr(kv_lookup, "PATIENCE_S", 0.1)
     async with open_process(model, num_blocks=8) as process:
@@ -316,9 +312,7 @@ async def test_a_paged_turn_that_cannot_read_its_stored_kv_can_be_cancelled_or_i
                 await turn
 
 
-async def test_a_paged_prompt_with_8_bit_kv_has_nearly_the_logits_of_full_attention(
-    make_model, open_process
-) -> None:
+async def test_a_paged_prompt_with_8_bit_kv_is_close_to_full_attention(make_model, open_process) -> None:
     model, tokens, found = make_model("llama", 8), prompt(40 * CHUNK + 9), []
     for policy in (FULL, POLICY, WINDOW):
         async with open_process(model, str(policy), num_blocks=8) as process:

@@ -27,9 +27,7 @@ from worker.device import machine
 ON_CPU = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="this is the way on a CPU alone")
 
 
-def test_the_longest_draft_on_metal_has_as_many_tokens_as_the_attention_kernel_for_few_queries_takes() -> (
-    None
-):
+def test_the_longest_draft_on_metal_is_what_the_attention_kernel_for_few_queries_takes() -> None:
     assert machine._PROFILES["metal"].max_draft + 1 == metal._MOST_QUERIES
 
 

@@ -69,7 +69,7 @@ def a_gpu(monkeypatch) -> Any:
     return pretend
 
 
-def test_the_default_memory_limit_on_metal_is_92_percent_of_the_working_set_minus_freed_buffers(
+def test_the_default_memory_limit_on_metal_is_92_percent_of_the_working_set_less_buffers(
     a_gpu,
 ) -> None:
     a_gpu(METAL, is_metal=True)
@@ -101,7 +101,7 @@ def test_a_gpu_that_reports_memory_size_instead_of_total_memory_gets_a_default_m
     assert machine.default_limit().size_bytes == int(24 * GIB * 0.8) - FREED
 
 
-def test_on_a_gpu_that_does_not_report_its_memory_the_worker_asks_for_the_setting_device_memory(
+def test_on_a_gpu_that_reports_no_memory_the_worker_asks_for_the_setting_device_memory(
     a_gpu,
 ) -> None:
     a_gpu({"architecture": "gfx"})
@@ -264,7 +264,7 @@ def test_a_cgroup_v1_memory_limit_is_read_from_the_group_of_the_memory_controlle
     assert left(tmp_path, own) == 206 * MIB
 
 
-def test_in_a_container_whose_cgroup_path_is_not_mounted_the_memory_limit_of_the_root_group_is_used(
+def test_in_a_container_without_its_cgroup_path_the_limit_of_the_root_group_is_used(
     tmp_path: Path,
 ) -> None:
     files = {"memory.limit_in_bytes": 64 * MIB, "memory.usage_in_bytes": 24 * MIB}
@@ -286,7 +286,7 @@ def test_an_absent_or_unreadable_memory_limit_of_a_cgroup_means_no_limit(tmp_pat
     assert system_memory.left_bytes(tmp_path / "gone", tmp_path) is None
 
 
-def test_the_default_memory_limit_of_the_device_does_not_exceed_the_memory_left_in_the_cgroup(
+def test_the_default_memory_limit_fits_what_is_left_in_the_cgroup(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine.mx, "device_info", dict)

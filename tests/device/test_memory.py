@@ -76,9 +76,7 @@ def test_a_prompt_too_large_for_the_device_fails_and_leaves_other_sessions_intac
     assert rig.tokens(after) == alone(model, prompt(20), 4)[0]
 
 
-def test_the_device_frees_memory_for_a_restore_then_grants_and_reserves_it_until_the_restore_ends(
-    make_rig, model
-) -> None:
+def test_the_device_frees_memory_for_a_restore_and_reserves_it_until_it_ends(make_rig, model) -> None:
     limit = limit_of(8, scratch=2**20)
     rig = make_rig(model, block_tokens=64, limit_bytes=limit)
     rig.run(*(append(prompt(250, salt=i), name=f"s{i}") for i in range(7)))
@@ -273,9 +271,7 @@ def test_memory_of_a_step_is_reserved_for_the_longest_session_whose_kv_can_fit_i
 
 
 @pytest.mark.parametrize(("num_cached", "num_new"), [(0, 256), (512, 64), (1536, 256)])
-def test_a_prefill_step_takes_no_more_memory_than_estimated(
-    make_model, num_cached: int, num_new: int
-) -> None:
+def test_a_prefill_step_takes_no_more_than_estimated(make_model, num_cached: int, num_new: int) -> None:
     """It takes at least a fifth of the estimate: one far too high would refuse prompts that fit."""
     model = make_model("llama")
     batch, caches = batched(model), make_prompt_cache(model)

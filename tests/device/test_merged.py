@@ -176,9 +176,7 @@ def test_batch_rows_run_one_after_the_other_if_memory_to_merge_their_kv_caches_i
         assert piece.row.caches is piece.caches
 
 
-def test_batch_rows_of_a_windowed_model_that_failed_its_merging_self_test_decode_separately(
-    make_model, monkeypatch
-) -> None:
+def test_batch_rows_of_a_windowed_model_that_failed_its_test_decode_apart(make_model, monkeypatch) -> None:
     model = make_model("exaone4")
     monkeypatch.setattr(batch_kinds, "WAYS", ({},))
     batch = batch_for(model)
@@ -275,9 +273,7 @@ def test_a_batch_row_that_leaves_merged_kv_caches_keeps_no_whole_batch_in_memory
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1"])
-def test_a_batch_row_that_joins_merged_kv_caches_takes_no_more_memory_than_estimated(
-    make_model, kind
-) -> None:
+def test_a_batch_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make_model, kind) -> None:
     """The estimate is `joining_bytes`; a row joins only if so much memory is free."""
     model = make_model(kind)
     merged, rows = batch_kinds.merged_for(model, tried(model, NO_RINGS)), []

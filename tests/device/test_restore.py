@@ -51,7 +51,7 @@ def open_process(open_process, make_model) -> Callable[..., AbstractAsyncContext
     return open_
 
 
-async def test_a_turn_restores_a_much_longer_prefix_from_disk_instead_of_using_its_short_kv_on_the_device(
+async def test_a_turn_restores_a_much_longer_prefix_instead_of_using_its_short_kv(
     open_process,
 ) -> None:
     async with open_process() as process:
@@ -64,9 +64,7 @@ async def test_a_turn_restores_a_much_longer_prefix_from_disk_instead_of_using_i
         assert tokens == alone(process.model, long, 5)[0]
 
 
-async def test_a_turn_completes_even_if_saving_its_snapshot_raises_an_error(
-    open_process, monkeypatch
-) -> None:
+async def test_a_turn_completes_even_if_its_snapshot_cannot_be_saved(open_process, monkeypatch) -> None:
     """A turn never waits for its KV to be stored."""
     async with open_process() as process:
 

@@ -77,7 +77,7 @@ def test_a_turn_is_restarted_after_device_failures_until_the_limit_of_failures_w
 
 
 @pytest.mark.parametrize("num_reads", [0, 1, 3])
-async def test_a_turn_pins_its_snapshots_once_for_any_number_of_reads_and_releases_all_at_its_end(
+async def test_a_turn_pins_its_snapshots_once_for_all_reads_until_its_end(
     num_reads: int,
 ) -> None:
     held = Counter[str]()

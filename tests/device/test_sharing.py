@@ -55,9 +55,7 @@ def test_of_several_sessions_that_start_together_one_prefills_their_common_prefi
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_a_new_session_copies_the_kv_of_the_common_prompt_from_a_session_whose_answer_runs(
-    make_rig, model
-) -> None:
+def test_a_new_session_copies_the_kv_of_a_common_prompt_from_a_running_answer(make_rig, model) -> None:
     """Several answers run, so that their KV is in the slots of a pool."""
     rig = make_rig(model)
     turns = [generate(with_end(i, 5 + i), 60, name=f"r{i}") for i in range(4)]
@@ -73,9 +71,7 @@ def test_a_new_session_copies_the_kv_of_the_common_prompt_from_a_session_whose_a
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
-def test_sessions_waiting_for_a_shared_prefix_prefill_the_prefix_themselves_if_the_source_turn_fails(
-    make_rig, model, ending
-) -> None:
+def test_sessions_prefill_a_shared_prefix_themselves_if_its_source_fails(make_rig, model, ending) -> None:
     rig = make_rig(model)
     calls = iter(range(100))
     model.holds = lambda tokens: next(calls) == 1
@@ -96,9 +92,7 @@ def test_sessions_waiting_for_a_shared_prefix_prefill_the_prefix_themselves_if_t
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_cancelling_a_turn_that_waits_for_a_shared_prefix_and_has_an_invalid_token_ends_it_only_once(
-    make_rig, model
-) -> None:
+def test_a_waiting_turn_with_an_invalid_token_that_is_cancelled_ends_only_once(make_rig, model) -> None:
     rig = make_rig(model)
     model.holds = lambda tokens: True
     first = generate(with_end(7, 5), 8, name="a")
@@ -128,9 +122,7 @@ def test_a_turn_cancelled_while_it_waits_for_a_shared_prefix_copies_no_kv(make_r
     assert (waiting.num_reused, waiting.num_prefilled) == (0, 0)
 
 
-def test_a_new_session_copies_only_equal_tokens_of_a_changed_source_session_and_none_of_a_missing_one(
-    make_rig, model
-) -> None:
+def test_a_new_session_copies_equal_tokens_of_a_changed_source_and_none_of_no_source(make_rig, model) -> None:
     """The event loop, which names the source, may be a step behind the device."""
     rig = make_rig(model)
     rig.run(append(COMMON[:10] + prompt(40, salt=50), name="a"))

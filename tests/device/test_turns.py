@@ -71,9 +71,7 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     assert turn.request.answer.finish_reason == "length"
 
 
-def test_a_resumed_answer_has_its_published_tokens_and_then_those_of_an_uninterrupted_answer(
-    make_rig, model
-) -> None:
+def test_a_resumed_answer_has_its_published_tokens_then_those_of_a_whole_answer(make_rig, model) -> None:
     """Tokens published before a crash are not drawn again; the draws after them do not change."""
     sampling = RowSampling(0.9, seed=5)
     whole, _ = alone(model, prompt(11), 12, sampling)
@@ -89,9 +87,7 @@ def test_a_resumed_answer_has_its_published_tokens_and_then_those_of_an_uninterr
     assert after.num_reused == 22
 
 
-def test_snapshots_are_made_of_requested_prompt_blocks_all_answer_blocks_and_the_last_partial_block(
-    make_rig, model
-) -> None:
+def test_snapshots_are_made_of_prompt_blocks_answer_blocks_and_the_partial_block(make_rig, model) -> None:
     """Each span is copied as soon as its KV is complete."""
     rig = make_rig(model, room=lambda: 2**30)
     turn = append(prompt(31), spans=[Span(8, 16)])
@@ -125,9 +121,7 @@ def test_snapshots_are_made_of_requested_prompt_blocks_all_answer_blocks_and_the
         ((16, 20), (24, 31)),
     ],
 )
-def test_the_snapshot_of_an_answers_last_block_has_only_new_tokens_or_replaces_shorter_pieces(
-    make_rig, model, edges, cut
-) -> None:
+def test_the_snapshot_of_an_answers_last_block_replaces_shorter_pieces(make_rig, model, edges, cut) -> None:
     """Stored pieces of the block stay, except those that are not longer than the new piece."""
     rig = make_rig(model, room=lambda: 2**30)
     rig.run(append(prompt(27)))
@@ -192,9 +186,7 @@ def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_alone(make_rig,
     assert [turn.num_reused for turn in again] == [0] * len(again)
 
 
-def test_a_prompt_that_fails_to_start_fails_alone_and_the_other_turns_of_its_step_complete(
-    make_rig, model, monkeypatch
-) -> None:
+def test_a_prompt_that_fails_to_start_fails_alone_in_its_step(make_rig, model, monkeypatch) -> None:
     """Prompts and answers in the same step continue."""
     piece = Runner._piece
 

@@ -56,9 +56,7 @@ def test_the_kv_of_a_windowed_session_stays_at_the_size_of_its_sinks_and_window(
     assert rig.device.kv(POLICY).held(10**6) == (23 + SLACK) * per_token
 
 
-def test_a_rewind_within_the_ring_cache_prefills_one_token_and_a_longer_rewind_prefills_all(
-    make_model, build_model, make_rig
-) -> None:
+def test_a_rewind_within_a_ring_prefills_one_token_and_else_all(make_model, build_model, make_rig) -> None:
     model = make_model("llama")
     naive, rig = _naive(model, build_model("llama")), make_rig(model)
     context = prompt(600)

@@ -144,9 +144,7 @@ def test_white_space_in_the_arguments_of_a_tool_call_is_kept() -> None:
         ('[TOOL_CALLS]bash{"command": "ls"}', [("bash", {"command": "ls"})]),
     ],
 )
-def test_a_mistral_tool_call_is_parsed_only_if_it_names_an_offered_tool_and_has_object_arguments(
-    text: str, wanted: Any
-) -> None:
+def test_a_mistral_tool_call_names_an_offered_tool_and_has_object_arguments(text: str, wanted: Any) -> None:
     assert calls_in("mistral_args", text) == wanted
     assert calls_in("mistral", text) == wanted
     if wanted:
@@ -177,7 +175,7 @@ def test_a_mistral_tool_call_keeps_its_id_unless_an_earlier_call_has_the_same_id
         "bash",
     ],
 )
-def test_python_syntax_other_than_calls_with_keyword_arguments_is_not_parsed_as_a_tool_call(
+def test_python_syntax_other_than_calls_with_keyword_arguments_is_no_tool_call(
     text: str,
 ) -> None:
     assert calls_in("pythonic", f"<|tool_call_start|>[{text}]<|tool_call_end|>") == []
@@ -187,7 +185,7 @@ def test_python_syntax_other_than_calls_with_keyword_arguments_is_not_parsed_as_
     "argument",
     [r"'\U00110000', timeout=1", r"'\UFFFFFFFF', timeout=1", pytest.param("[" * 5000, id="nested")],
 )
-def test_a_pythonic_call_is_parsed_although_the_argument_of_the_next_call_cannot_be_evaluated(
+def test_a_pythonic_call_is_parsed_although_an_argument_of_the_next_has_no_value(
     argument: str,
 ) -> None:
     text = f"<|tool_call_start|>[clock(), bash(command={argument})]<|tool_call_end|>"
@@ -247,9 +245,7 @@ def test_a_json_object_without_an_offered_tool_or_arguments_is_shown_as_text(fam
 
 @pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
 @pytest.mark.parametrize("around", ["{}", "```json\n{}\n```", "```\n{}\n```\n", "\n {} \n", "```json\n{}"])
-def test_a_json_object_without_call_markers_is_a_tool_call_only_if_it_is_the_whole_answer(
-    family: str, around: str
-) -> None:
+def test_a_json_object_without_markers_is_a_call_only_if_it_is_all(family: str, around: str) -> None:
     body = json.dumps({"name": "bash", "arguments": {"command": "echo '```' \n"}}, indent=2)
     text = around.replace("{}", body)
     assert calls_in(family, text) == [("bash", {"command": "echo '```' \n"})]
@@ -595,9 +591,7 @@ def test_a_tool_call_argument_is_converted_to_the_type_of_its_schema_only_if_the
     ],
     ids=repr,
 )
-def test_a_tool_call_argument_written_as_plain_text_is_parsed_as_the_type_of_its_schema(
-    text: str, schema: Any, wanted: Any
-) -> None:
+def test_a_tool_call_argument_as_text_has_the_type_of_its_schema(text: str, schema: Any, wanted: Any) -> None:
     found = fitted(text, schema, is_text=True)
     assert (found, type(found)) == (wanted, type(wanted))
 
@@ -632,9 +626,7 @@ PATH_OF_FILES = {
     ],
     ids=repr,
 )
-def test_a_tool_call_argument_that_fits_its_schema_or_cannot_be_checked_is_accepted_unchanged(
-    value: Any, schema: Any
-) -> None:
+def test_an_argument_that_fits_its_schema_or_cannot_be_checked_is_accepted(value: Any, schema: Any) -> None:
     assert fitted(value, schema) == value
 
 
@@ -677,9 +669,7 @@ def test_converting_an_argument_to_a_schema_that_forbids_it_raises_an_error(valu
         fitted(value, schema)
 
 
-def test_a_recursive_argument_schema_is_checked_at_every_depth_and_an_endless_schema_refuses_any_call() -> (
-    None
-):
+def test_a_recursive_schema_is_checked_at_every_depth_and_an_endless_one_refuses_any_call() -> None:
     tree = {"type": "object", "properties": {"of": {"$ref": "#/$defs/tree"}, "n": WHOLE}}
     parameters = {"properties": {"x": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}}
     offered = OfferedTools([{"function": {"name": "f", "parameters": parameters}}])
@@ -753,9 +743,7 @@ SCHEMAS = st.recursive(
 
 
 @given(value=VALUES, schema=SCHEMAS)
-def test_random_tool_call_arguments_are_accepted_exactly_if_their_schema_allows_their_converted_value(
-    value: Any, schema: Any
-) -> None:
+def test_random_arguments_are_accepted_exactly_if_their_schema_allows_them(value: Any, schema: Any) -> None:
     checker = jsonschema.Draft202012Validator(schema)
     try:
         found = fitted(value, schema)

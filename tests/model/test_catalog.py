@@ -50,7 +50,7 @@ def test_models_in_the_data_directory_as_folders_gguf_files_or_links_are_found_a
     assert [*models.glob("[!.]*")] == [other]
 
 
-def test_a_converted_gguf_file_outside_the_models_folder_is_listed_but_cannot_be_removed(
+def test_a_converted_gguf_file_outside_the_models_folder_is_listed_but_stays(
     tmp_path: Path,
 ) -> None:
     source = TinyLlama().write(tmp_path / "away.gguf")
@@ -99,7 +99,7 @@ def test_cache_policies_and_windows_of_architectures_match_the_table_in_the_docu
 GB = 1e9
 
 
-def test_each_recommended_model_fits_in_the_memory_size_for_which_it_is_listed(
+def test_each_recommended_model_fits_in_the_memory_of_its_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(known, "computes_on_linux_cpu", lambda: False)
@@ -113,9 +113,7 @@ def test_each_recommended_model_fits_in_the_memory_size_for_which_it_is_listed(
         assert one.weights_gb == pytest.approx(one.parameters_b * 4.5 / 8, rel=0.03)
 
 
-def test_a_downloaded_model_is_listed_with_its_memory_need_and_the_command_that_serves_the_model(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_a_downloaded_model_is_listed_with_its_memory_and_its_command(cache: Path, tmp_path: Path) -> None:
     models = ServableModels(Settings(data_dir=tmp_path))
     assert models.pull("org/tiny") == "downloading org/tiny"
     while models.listed()["pulls"]:

@@ -61,9 +61,7 @@ def test_a_stored_tokenizer_equals_the_one_of_the_model_folder(packaged_folder: 
         assert stored.encode(said[0], at_start=True) == loaded.encode(said[1], at_start=True)
 
 
-def test_a_stored_tokenizer_is_rebuilt_after_damage_or_a_change_of_the_model_folder(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_stored_tokenizer_is_rebuilt_after_damage_or_changes(tiny_model: Path, tmp_path: Path) -> None:
     folder, store = tmp_path / "model", tmp_path / "store"
     store.mkdir()
     folder.mkdir()

@@ -291,9 +291,7 @@ def test_special_token_text_in_a_message_stays_text_even_if_the_template_inspect
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_in_trusted_messages_special_token_text_becomes_special_tokens(
-    families: dict[str, Tokenizer], family: str
-) -> None:
+def test_trusted_messages_may_write_special_tokens(families: dict[str, Tokenizer], family: str) -> None:
     tokenizer = families[family]
     messages = chat("user", fill(tokenizer, "a {a} b"))
     tokens = told(tokenizer, messages, trusted=True)
