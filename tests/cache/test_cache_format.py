@@ -170,7 +170,9 @@ def rename_tensor(fields):
         at("0.keys", "shape", value=[1, HEADS, BLOCK + 1, 3]),
         at("0.keys", "shape", value=[1 << 32, 1 << 32, BLOCK, 3]),
         at("0.keys", "shape", value=[HEADS, BLOCK, 3]),
+        at("0.keys", "shape", value=[1, HEADS, BLOCK, 3, 1]),
         at("0.keys", "shape", value=[]),
+        at("0.keys", "shape", value=""),
         at("0.keys", "shape", value=["1", HEADS, BLOCK, 3]),
         at("0.keys", "shape", value=7),
         at("0.keys", "dtype", value="F64"),
@@ -192,6 +194,7 @@ def rename_tensor(fields):
         at("__metadata__", "digest", value="00" * 32),
         at("__metadata__", "identity", value=None),
         rename_tensor,
+        pytest.param(lambda fields: {"0.keys 0.values": fields["0.keys"], **fields}, id="a name of two"),
         pytest.param(lambda fields: {"__metadata__": fields["__metadata__"]}, id="no tensors"),
     ],
 )

@@ -426,17 +426,6 @@ async def test_a_vision_model_with_position_grids_or_two_way_image_attention_ref
         assert "use the policy full" in (process.engine.refusal(Policy(2, 256)) or "")
 
 
-async def test_images_with_equal_token_counts_and_other_shapes_get_own_answers(seeing, open_process) -> None:
-    """Tokens, and their numbers, are the same; rows and positions differ."""
-    seen, images = seeing("qwen2_vl"), (picture(1, 48, 16), picture(1, 16, 48), picture(1, 48, 16))
-    asked = [(seen.prompt("It is @ here: @", image, image), (image, image)) for image in images]
-    assert asked[0][0].ids() == asked[1][0].ids()
-    async with open_process(seen) as process:
-        for tokens, some in asked:
-            _, found = await run(process, tokens, 6, Reader(seen, *images))
-            assert found == seen.answer(tokens, some, 6)[0]
-
-
 async def test_batched_answers_after_images_of_several_sizes_equal_those_alone(seeing, open_process) -> None:
     seen, images = seeing("qwen2_vl"), [picture(i, 20 + 10 * i, 20) for i in range(4)]
     asked = [seen.prompt("@?", image) for image in images]

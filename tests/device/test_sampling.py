@@ -204,21 +204,6 @@ def test_sampled_tokens_follow_the_distribution_that_the_settings_define(
     assert chi_squared < degrees + 5 * np.sqrt(2 * degrees)
 
 
-@given(
-    st.integers(0, 10_000),
-    st.integers(0, SMALL),
-    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.05]),
-    st.sampled_from([0.0, 0.01, 0.2, 1.0]),
-    st.sampled_from([0.3, 1.0, 3.0]),
-    st.sets(st.integers(0, SMALL - 1)),
-)
-def test_no_token_is_sampled_that_any_filter_excludes(seed, top_k, top_p, min_p, temperature, seen) -> None:
-    values = few_logits(seed)
-    sampling = RowSampling(temperature, top_p, top_k, min_p, repetition_penalty=1.5, seed=seed)
-    expected = distribution(values, sampling, seen)
-    assert expected[draws(values, sampling, 20, seen)].min() > 0
-
-
 def test_equal_logits_at_the_edge_of_top_k_leave_exactly_k_tokens() -> None:
     values = np.zeros(SMALL, np.float32)
     assert len(set(draws(values, RowSampling(1.0, top_k=4), 200).tolist())) == 4

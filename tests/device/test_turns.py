@@ -14,9 +14,7 @@ from cache.names.blocks import Span
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from worker.batch.row_sampler import RowSampling
-from worker.batch.rows import PrefillPiece
-from worker.device.request import NoMemoryError, TurnRequest
-from worker.device.runner import Runner
+from worker.device.request import TurnRequest
 from worker.device.turn import (
     DeviceTurn,
     FaultedTurn,
@@ -184,32 +182,6 @@ def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_alone(make_rig,
         assert rig.tokens(turn) == alone(model, turn.request.context, turn.request.answer.max_tokens)[0]
     assert kept.num_reused == 14
     assert [turn.num_reused for turn in again] == [0] * len(again)
-
-
-def test_a_prompt_that_fails_to_start_fails_alone_in_its_step(make_rig, model, monkeypatch) -> None:
-    """Prompts and answers in the same step continue."""
-    piece = Runner._piece
-
-    def cut(runner: Runner, turn: DeviceTurn, num_tokens: int) -> PrefillPiece:
-        if turn.request.key.session == "doomed":
-            raise NoMemoryError("no room")
-        return piece(runner, turn, num_tokens)
-
-    monkeypatch.setattr(Runner, "_piece", cut)
-    rig = make_rig(model)
-    names = ("first", "doomed", "second")
-    turns = [generate(prompt(7, salt=n), 40, name=name) for n, name in enumerate(names)]
-    seen = iter(range(1000))
-    model.holds = lambda _: next(seen) == 0
-    rig.device.submit(turns[0])
-    assert model.arrived.acquire(timeout=20)
-    for turn in turns[1:]:
-        rig.device.submit(turn)
-    model.go_on.release()
-    rig.finish(*turns)
-    assert isinstance(rig.end(turns[1]), FaultedTurn)
-    for turn in (turns[0], turns[2]):
-        assert rig.tokens(turn) == alone(model, turn.request.context, 40)[0]
 
 
 def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_all_is_prefilled(make_rig, model) -> None:

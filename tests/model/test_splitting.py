@@ -433,34 +433,11 @@ def test_parsing_an_unfinished_tool_call_of_10000_repeated_pieces_takes_less_tha
         assert time.thread_time() - began_s < 0.5, (num, begun, repeated)
 
 
-def made(names: str, ids: Iterable[str | None], **more: Any) -> AnswerCalls:
-    """Return the calls of an answer after these calls of functions `names`, one added after the other."""
-    calls = AnswerCalls(OfferedTools(TOOLS), lambda index: f"new{index}", **more)
-    for name, own in zip(names, ids, strict=True):
-        calls.add([ParsedCall(name, "{}", own)])
-    return calls
-
-
 def test_each_tool_call_of_an_answer_has_a_different_id() -> None:
-    calls = made("abcde", ["x", "x", None, "new2", "y"])
+    calls = AnswerCalls(OfferedTools(TOOLS), lambda index: f"new{index}")
+    for name, own in zip("abcde", ["x", "x", None, "new2", "y"], strict=True):
+        calls.add([ParsedCall(name, "{}", own)])
     assert [call.id for call in calls.made] == ["x", "new1", "new2", "new3", "y"]
-
-
-@pytest.mark.parametrize(
-    ("names", "kept", "more"),
-    [
-        ("abab", "abab", {"ends_at_repeat": True}),
-        ("abbc", "ab", {"ends_at_repeat": True}),
-        ("abbc", "abbc", {}),
-        ("abbc", "abb", {"max_calls": 3}),
-    ],
-)
-def test_an_answer_ends_after_the_allowed_number_of_tool_calls_or_before_a_repeated_call(
-    names: str, kept: str, more: dict[str, Any]
-) -> None:
-    calls = made(names, [None] * len(names), **more)
-    assert "".join(call.function.name for call in calls.made) == kept
-    assert calls.is_full == (kept != names)
 
 
 @pytest.mark.parametrize(

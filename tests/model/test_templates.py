@@ -545,21 +545,6 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
     return ""
 
 
-def test_a_chat_that_starts_with_a_system_message_has_after_each_turn_the_text_of_the_full_rendering(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    """The chats begin with a system message; some answers lack an end token; one template has a date."""
-    for name in ("dated", "first", "system apart"):
-        chat = Chat(tokenizers[name])
-        chat.say(("system", "Rules."), ("user", "Hi"))
-        for turn in range(20):
-            chat.open()
-            assert chat.text == chat.render(header=True)
-            chat.reply(f"Answer {turn}", end=turn % 3 > 0)
-            chat.say(("user", f"Question {turn}"))
-            assert chat.text == chat.render()
-
-
 def given_answers(tokenizer: Tokenizer, *ends: int, keeps: bool = True) -> Conversation:
     """Return a conversation with a question, whose answer of one token for each of `ends` has as many parts.
 
