@@ -114,14 +114,6 @@ async def test_uploading_a_full_block_removes_its_parts_from_the_tier(open_two: 
     assert len(in_tier(tmp_path)) == 12 // BLOCK
 
 
-async def test_an_erase_by_one_store_removes_snapshots_from_the_tier(open_two: Any, tmp_path: Path) -> None:
-    one, two = await open_two()
-    await put(one, TOKENS)
-    assert (await two.eraser.erase("a", pack(TOKENS))).settled
-    assert in_tier(tmp_path) == []
-    assert await fetched(two, TOKENS) == 0
-
-
 async def test_an_erase_is_confirmed_only_if_the_directories_of_the_remote_tier_could_be_synced(
     open_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

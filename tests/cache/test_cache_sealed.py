@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import os
 import random
-import sqlite3
 import subprocess
 import sys
 
@@ -49,32 +48,6 @@ async def test_files_of_an_encrypted_cache_contain_no_readable_tokens_or_digests
     assert (mark in (tmp_path / "cache" / "index.sqlite").read_bytes()) == (codec is not KEY)
     shown = [] if codec is KEY else ["index.sqlite", "snapshots"]
     assert traces(tmp_path / "cache", TOKENS) == shown
-
-
-async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_files(open_store, tmp_path) -> None:
-    store = await stored(open_store, TOKENS, codec=KEY)
-    sizes = [path.stat().st_size for path in snapshots(tmp_path / "cache")]
-    assert store.stats().stored_bytes == sum(sizes)
-    await store.close()
-    assert pruning.prune(
-        tmp_path / "cache", KEY, older_than_s=None, to_bytes=sizes[0], model=None, now_s=0
-    ).left_bytes in {*sizes}
-
-
-@pytest.mark.parametrize("column", ["digest", "num_tokens", "mark"])
-async def test_an_altered_index_row_of_an_encrypted_cache_is_replaced_from_its_snapshot_file(
-    open_store, tmp_path, column: str
-) -> None:
-    await (await stored(open_store, TOKENS, codec=KEY)).close()
-    with sqlite3.connect(tmp_path / "cache" / "index.sqlite") as db:
-        rows = db.execute(f"SELECT digest, {column} FROM snapshot ORDER BY start").fetchall()
-        changed = (
-            rows[0][1] + 1 if isinstance(rows[0][1], int) else bytes([rows[0][1][0] ^ 1, *rows[0][1][1:]])
-        )
-        db.execute(f"UPDATE snapshot SET {column} = ? WHERE digest = ?", (changed, rows[0][0]))
-    db.close()
-    store = await open_store(codec=KEY)
-    assert await num_restored(store, TOKENS) == 10, "its file says it again"
 
 
 async def test_an_encrypted_snapshot_file_with_a_changed_bit_is_quarantined(open_store, tmp_path) -> None:

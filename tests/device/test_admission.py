@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import Callable
 from contextlib import suppress
 from unittest.mock import Mock
 
@@ -20,6 +19,7 @@ from tiny_models import alone, answer, key, loaded, prompt
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
 from tests.matrices import first
+from tests.parts import until
 from turnkeep_client.subjects import SessionKey
 from worker.batch.row_sampler import RowSampling
 from worker.device.device import Device
@@ -397,14 +397,6 @@ async def test_a_turn_cancelled_while_it_waits_for_kv_memory_leaves_the_queue(ma
     assert (engine.num_waiting, running.done()) == (0, False)
     assert await small is not None
     assert await running is not None
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(60_000):
-        if holds():
-            return
-        await asyncio.sleep(0.001)
-    pytest.fail("it never came to that")
 
 
 def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampling: RowSampling):

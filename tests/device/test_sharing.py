@@ -122,20 +122,6 @@ def test_a_turn_cancelled_while_it_waits_for_a_shared_prefix_copies_no_kv(make_r
     assert (waiting.num_reused, waiting.num_prefilled) == (0, 0)
 
 
-def test_a_new_session_copies_equal_tokens_of_a_changed_source_and_none_of_no_source(make_rig, model) -> None:
-    """The event loop, which names the source, may be a step behind the device."""
-    rig = make_rig(model)
-    rig.run(append(COMMON[:10] + prompt(40, salt=50), name="a"))
-    turn = shared("b", with_end(3, 6), 8, "a")
-    rig.run(turn)
-    assert turn.num_reused == 10
-    gone = shared("c", with_end(3, 6), 8, "nobody")
-    rig.run(gone)
-    assert gone.num_reused == 0
-    for one in (turn, gone):
-        assert rig.tokens(one) == alone(model, with_end(3, 6), 8)[0]
-
-
 WINDOWS = Policy(3, 20), Policy(3, 40)
 
 
