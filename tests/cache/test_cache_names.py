@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -291,6 +292,26 @@ def test_the_name_of_a_block_depends_on_which_part_of_an_image_the_block_contain
     assert early.ids() == late.ids()
     assert names(early)[:2] == names(late)[:2]
     assert names(early)[2] != names(late)[2]
+
+
+def test_two_token_sequences_share_exactly_the_prefix_with_equal_text_and_images() -> None:
+    rng = random.Random(3)
+
+    def some() -> list[list[int] | tuple[bytes, int]]:
+        sizes = (1, 3, IMAGE_BLOCK, 40, 5000)
+        return [
+            (rng.choice((ONE, TWO)), rng.choice(sizes)) if rng.random() < 0.5 else [7] * rng.choice(sizes)
+            for _ in range(rng.randrange(6))
+        ]
+
+    for _ in range(200):
+        common = some()
+        (one, first), (two, second) = made(*common, *some()), made(*common, *some())
+        shared = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+        shared = min(len(first), len(second)) if shared is None else shared
+        assert one.num_common(two) == shared
+        assert (one == two) is (first == second)
+        assert (one.digest() == two.digest()) is (first == second)
 
 
 def test_a_token_sequence_with_images_can_be_cut_and_continued_at_any_position() -> None:

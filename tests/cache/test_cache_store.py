@@ -271,17 +271,6 @@ async def test_a_closed_store_restores_nothing_and_counts_each_save_as_dropped(o
     assert await asyncio.wait_for(store.kv.load(store.kv.match(store.kv.chain("a"), [3, 4])), 10) is None
 
 
-async def test_a_cancelled_restore_releases_its_snapshots_for_eviction(open_store) -> None:
-    store = await stored(open_store, [1, 2])
-    loading = asyncio.ensure_future(store.kv.load(store.kv.match(store.kv.chain("a"), [1, 2])))
-    await asyncio.sleep(0)
-    loading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await loading
-    assert store.eraser.forget("a", pack([1, 2])) == 1
-    assert store.stats().stored == 0
-
-
 async def fill(store, num_sessions, first=100) -> None:
     for session in range(first, first + num_sessions):
         await put(store, [session, *range(7)], tenant="z")
