@@ -114,9 +114,7 @@ async def test_a_paged_restore_reads_no_block_whose_2_bit_keys_another_file_has(
         pytest.param((Span(5, 6), Span(7, 8), Span(9, 11)), id="tokens with others between them"),
     ],
 )
-async def test_reading_tokens_of_a_paged_session_from_disk_gives_the_kv_of_exactly_those_tokens(
-    stored, wanted: tuple[Span, ...]
-) -> None:
+async def test_reading_paged_tokens_from_disk_gives_just_their_kv(stored, wanted: tuple[Span, ...]) -> None:
     store, chain = stored
     found, arrays = await store.kv.recall(chain, TOKENS, wanted)
     assert found == wanted

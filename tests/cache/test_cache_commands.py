@@ -196,9 +196,7 @@ async def test_cache_prune_all_leaves_an_empty_cache_that_can_be_used(open_store
     assert save_all(store, "a", TOKENS) == [True] * 3
 
 
-async def test_snapshots_exported_from_one_cache_can_be_imported_into_another_and_restored(
-    open_store, filled, turnkeep, tmp_path
-) -> None:
+async def test_exported_snapshots_are_imported_and_restored(open_store, filled, turnkeep, tmp_path) -> None:
     chain = json.loads(turnkeep("ls", "--json").stdout)["chains"][0]
     turnkeep("export", chain["digest"][:10], tmp_path / "one.tar")
     there = await open_store(directory=tmp_path / "there")

@@ -40,9 +40,7 @@ async def test_after_an_erase_no_file_of_the_cache_has_the_erased_tokens(open_st
     assert "index.sqlite" in traces(tmp_path / "cache", OTHER)
 
 
-async def test_an_erase_removes_its_index_rows_even_if_the_index_was_locked_when_the_store_opened(
-    open_store, tmp_path, monkeypatch
-) -> None:
+async def test_an_erase_removes_rows_of_an_index_that_was_locked(open_store, tmp_path, monkeypatch) -> None:
     """The store cannot open the file then, and has its rows in memory."""
     monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, timeout=0.2))
     store = await stored(open_store, TOKENS, OTHER)

@@ -86,9 +86,7 @@ async def assert_finds_everything(open_store) -> None:
     ],
     ids=["lost", "empty", "overwritten", "cut short", "garbled", "another version"],
 )
-async def test_a_missing_or_damaged_cache_index_is_rebuilt_from_the_snapshot_files_with_a_log_line(
-    open_store, tmp_path, damage
-) -> None:
+async def test_a_lost_or_damaged_index_is_rebuilt_from_snapshot_files(open_store, tmp_path, damage) -> None:
     await stored_once(open_store)
     damage(tmp_path / "cache" / "index.sqlite")
     with capture_logs() as logs:

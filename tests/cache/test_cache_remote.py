@@ -161,9 +161,7 @@ async def test_snapshots_saved_again_after_an_erase_are_uploaded_again(open_two:
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_two_concurrent_fetches_of_the_same_snapshots_from_the_remote_tier_leave_no_temporary_file(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_fetches_of_one_snapshot_at_once_leave_no_temporary_file(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
@@ -173,9 +171,7 @@ async def test_two_concurrent_fetches_of_the_same_snapshots_from_the_remote_tier
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_an_erase_keeps_the_remote_block_of_the_first_tokens_if_its_caller_declares_them_as_shared(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_an_erase_keeps_remote_blocks_declared_as_shared(open_two: Any, tmp_path: Path) -> None:
     one, _ = await open_two()
     await put(one, TOKENS)
     assert (await one.eraser.erase("a", pack(TOKENS), shared=4)).settled
@@ -192,9 +188,7 @@ async def test_an_erase_removes_the_snapshots_of_all_models_from_the_remote_tier
     assert in_tier(tmp_path) == []
 
 
-async def test_a_damaged_file_of_the_remote_tier_is_removed_and_uploaded_again_when_its_block_is_saved(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_a_damaged_file_of_a_tier_is_removed_and_uploaded_again(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     for path in in_tier(tmp_path):
@@ -238,9 +232,7 @@ async def test_blocks_whose_upload_to_the_remote_tier_failed_are_uploaded_later(
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_fetch_from_the_remote_tier_ends_before_the_first_block_that_the_tier_lacks(
-    open_two: Any, tmp_path: Path, tier: Tier
-) -> None:
+async def test_a_fetch_ends_before_a_block_not_in_the_tier(open_two: Any, tmp_path: Path, tier: Tier) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     names = one.kv.chain("a").names(as_tokens(TOKENS))
@@ -263,9 +255,7 @@ async def test_saves_and_restores_succeed_without_the_tiers_directory(open_two: 
     assert await fetched(two, [5, 6, 7, 8]) == 4
 
 
-async def test_a_remote_tier_stays_within_its_size_limit_by_evicting_the_last_blocks_of_sessions_first(
-    open_store: Any, tmp_path: Path
-) -> None:
+async def test_a_tier_keeps_its_size_limit_and_evicts_last_blocks(open_store: Any, tmp_path: Path) -> None:
     plenty = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
     one = await open_store(tmp_path / "one", tier=plenty)
     await put(one, TOKENS)
@@ -362,9 +352,7 @@ async def test_an_encrypted_remote_tier_opens_only_with_its_key_and_its_file_nam
             SharedDirectory(tmp_path / "tier", other, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_an_erase_removes_remote_snapshots_of_a_cache_policy_that_the_erasing_store_never_used(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_an_erase_removes_remote_snapshots_of_unknown_policies(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     chain = one.kv.chain("a", Policy(4, 8))
     for span in one.kv.wanted(chain, TOKENS[:10]):
@@ -536,9 +524,7 @@ async def test_an_erase_during_a_fetch_of_other_tokens_is_not_counted_as_a_failu
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_fetch_from_the_remote_tier_stores_no_blocks_of_tokens_that_were_erased_meanwhile(
-    open_two: Any, tmp_path: Path
-) -> None:
+async def test_a_fetch_stores_no_blocks_of_tokens_erased_meanwhile(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)

@@ -37,9 +37,7 @@ def snapshots(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("codec", [codecs.PLAIN, KEY], ids=["plain", "sealed"])
-async def test_files_of_an_encrypted_cache_contain_no_readable_tokens_or_digests_unlike_plain_files(
-    open_store, tmp_path, codec
-) -> None:
+async def test_files_of_an_encrypted_cache_show_no_tokens_and_no_digests(open_store, tmp_path, codec) -> None:
     store = await stored(open_store, TOKENS, codec=codec)
     shown = [] if codec is KEY else ["index.sqlite-wal", "snapshots"]
     assert traces(tmp_path / "cache", TOKENS) == shown

@@ -239,9 +239,7 @@ async def test_batched_answers_about_images_and_texts_equal_those_alone(seeing, 
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-async def test_a_prompt_with_an_image_gets_the_same_answer_if_it_is_prefilled_in_two_parts_cut_anywhere(
-    seeing, open_process, kind
-) -> None:
+async def test_a_prompt_with_an_image_has_the_same_answer_if_cut_anywhere(seeing, open_process, kind) -> None:
     """Each cut is a session of another tenant, since sessions of one would share their KV."""
     seen, image = seeing(kind), picture(1)
     tokens, read = seen.prompt("ab@cdefg", image), Reader(seen, image)
@@ -365,9 +363,7 @@ def test_a_ring_cache_written_with_an_image_keeps_the_window_before_the_image(
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_5"])
-async def test_different_images_with_equal_token_ids_get_their_own_answers_in_one_and_in_several_sessions(
-    seeing, open_process, kind
-) -> None:
+async def test_different_images_of_equal_token_ids_get_their_own_answers(seeing, open_process, kind) -> None:
     """One after the other and back; both at once without any KV; after a restart."""
     seen, one, two = seeing(kind), picture(1), picture(2)
     asked = [(seen.prompt("It is @ here", image), (image,)) for image in (one, two, one)]
@@ -391,9 +387,7 @@ async def test_different_images_with_equal_token_ids_get_their_own_answers_in_on
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl", "qwen3_vl", *JOINT])
-async def test_answers_about_images_are_the_same_with_batch_rows_run_one_by_one_as_in_one_pass(
-    seeing, open_process, monkeypatch, kind
-) -> None:
+async def test_image_answers_are_equal_with_rows_one_by_one(seeing, open_process, monkeypatch, kind) -> None:
     seen, image = seeing(kind), picture(1)
     asked, read = [seen.prompt(text, image) for text in ("Look: @ What?", "@ And now?")], Reader(seen, image)
     monkeypatch.setattr(batch_kinds, "_shares", lambda *_: False)

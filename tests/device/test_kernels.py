@@ -309,7 +309,7 @@ def logits(forward: Any, num: int) -> mx.array:
 
 @ON_CPU
 @pytest.mark.usefixtures("threads")
-def test_matrix_products_of_models_with_quantised_weights_or_experts_are_not_divided_among_threads(
+def test_models_of_quantised_weights_or_experts_divide_no_products(
     build_model: Callable[..., Any],
 ) -> None:
     """OpenBLAS's threads are of use there."""

@@ -310,9 +310,7 @@ def test_all_rows_are_listed_as_growing_before_a_step_that_enlarges_merged_kv_ca
     ("kind", "merged_rows"),
     [*thinned(KINDS[:6], [1, 2]), *(pytest.param(kind, 1, marks=pytest.mark.soak) for kind in KINDS[6:])],
 )
-def test_batch_rows_with_a_step_in_flight_keep_their_tokens_when_a_row_leaves_or_its_kv_is_copied(
-    make_model, kind, merged_rows
-) -> None:
+def test_batch_rows_keep_their_tokens_if_one_leaves_a_step_in_flight(make_model, kind, merged_rows) -> None:
     """If a row leaves or its KV is read, the step in flight is undone and repeated with the same tokens.
 
     Windows wrap. KV that was read, and KV that left, continue alone.

@@ -255,9 +255,7 @@ def test_a_paged_session_reads_a_chunk_newly_matched_by_the_last_question_before
 
 
 @pytest.mark.parametrize(("page", "chunks"), [(21, [5, 8]), (22, [5, 8]), (23, [5, 6, 8]), (20, [5, 4, 8])])
-def test_in_a_paged_session_a_key_match_at_the_edge_of_a_chunk_also_selects_the_neighbouring_chunk(
-    page: int, chunks: list[int]
-) -> None:
+def test_a_key_match_at_a_chunks_edge_also_selects_the_neighbour_chunk(page: int, chunks: list[int]) -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for layer in ({page: 1.0}, {33: 0.5}):
         pages.note(mx.array([layer.get(one, 0.0) for one in range(40)]))

@@ -279,9 +279,7 @@ def test_a_disk_restore_skipped_as_slower_than_prefill_is_tried_again_after_50_t
     assert [rates.should_restore(64 * MIB, 1000) for _ in range(100)].index(True) > 50
 
 
-async def test_a_session_is_prefilled_instead_of_restored_once_the_disk_was_measured_as_slower_than_prefill(
-    open_process, monkeypatch
-) -> None:
+async def test_a_session_is_prefilled_if_the_disk_was_measured_as_slower(open_process, monkeypatch) -> None:
     """The first session is restored from a disk of unknown speed, which that measures."""
     monkeypatch.setattr(measured, "_LEAST_BYTES", 1)
     texts = [prompt(8 * BLOCK, salt=salt) for salt in (3, 4)]

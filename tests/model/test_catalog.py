@@ -26,9 +26,7 @@ def _no_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def test_models_in_the_data_directory_as_folders_gguf_files_or_links_are_found_and_removed_by_name(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_models_in_the_data_directory_are_found_and_removed_by_name(tmp_path: Path, tiny_model: Path) -> None:
     models = tmp_path / "models"
     shutil.copytree(tiny_model, models / "folder")
     shutil.copytree(tiny_model, tmp_path / "elsewhere")  # others may use the fixture's folder

@@ -294,7 +294,7 @@ def test_a_chat_template_that_rewrites_some_bytes_of_a_character_replaces_all_to
     assert chat.text == chat.render()
 
 
-def test_consecutive_messages_of_one_role_are_joined_if_the_chat_template_requires_alternating_roles(
+def test_messages_of_one_role_are_joined_if_roles_must_alternate(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["alternating"])
@@ -328,9 +328,7 @@ def test_a_message_that_the_chat_template_refuses_raises_the_templates_error(
 @pytest.mark.parametrize(
     "messages", [[{"role": "user"}], [{"role": "user", "content": 3}], [{"content": "x"}]], ids=str
 )
-def test_adding_a_message_without_a_role_or_without_text_content_raises_a_template_error(
-    chat: Chat, messages: list[dict[str, Any]]
-) -> None:
+def test_a_message_without_role_or_text_raises_an_error(chat: Chat, messages: list[dict[str, Any]]) -> None:
     with pytest.raises(TemplateError, match="refuses these messages"):
         chat.conversation.add_messages([], messages)
 

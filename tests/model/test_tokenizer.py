@@ -210,9 +210,7 @@ def test_conversations_with_tools_are_rendered_by_the_chat_template_named_tool_u
     assert Tokenizer.from_folder(folder).markup.renders_tools
 
 
-def test_a_model_with_several_chat_templates_but_no_default_is_refused_with_the_template_names(
-    tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_model_with_several_chat_templates_needs_a_default_one(tiny_model: Path, tmp_path: Path) -> None:
     named = [{"name": name, "template": CHAT_TEMPLATE} for name in ("rag", "tool_use")]
     folder = folder_with(tiny_model, tmp_path / "model", chat_template=named)
     with pytest.raises(TemplateError, match="has the templates rag, tool_use, and none is its default"):
