@@ -188,10 +188,6 @@ def limited(open_store, num_files, **changes):
     return open_store(max_bytes=num_files * FILE, **changes)
 
 
-def starts(store) -> set[int]:
-    return {node.start for node in store._index}
-
-
 def longest(store, chain, tokens) -> int:
     """Return the longest prefix of whole blocks that can be restored, by testing all prefixes."""
     nodes = [store._index.get(name) for name in chain.names(as_tokens(tokens))[1:]]
@@ -226,42 +222,6 @@ async def test_a_windowed_session_larger_than_its_disk_is_saved_and_restored(ope
     match = store.kv.match(chain, LONG)
     assert match.num_tokens == 400
     assert_restored(await store.kv.load(match), LIMITED, LONG)
-
-
-async def test_a_pending_restore_keeps_exactly_the_blocks_that_it_needs_from_being_evicted(
-    open_store,
-) -> None:
-    """All sinks, and the window of the position at which it ends."""
-    policy = Policy(10, 6)
-    store = await open_store()
-    chain = store.kv.chain("a", policy)
-    save(store, LAYOUT.under(policy), chain, LONG[:200])
-    assert await store.queue.drained(5)
-    match = store.kv.match(chain, LONG[:120])
-    shrunk(store, 0)
-    assert starts(store) == {0, 4, 8, 112, 116}
-    assert_sum_rule(store)
-    assert_restored(await store.kv.load(match), LAYOUT.under(policy), LONG[:120])
-    shrunk(store, 0)
-    assert (store.stats().stored, len(store._index)) == (0, 0)
-
-
-async def test_the_cache_match_of_a_rewound_session_is_its_longest_restorable_prefix(
-    open_store,
-) -> None:
-    store = await limited(open_store, 12)
-    chain = store.kv.chain("a", POLICY)
-    await grown(store, chain, 300)
-    found = set()
-    for end in range(BLOCK, 301, BLOCK):
-        match = store.kv.match(chain, LONG[:end])
-        assert match.num_tokens == longest(store, chain, LONG[:end])
-        found.add(match.num_tokens)
-        restored = await store.kv.load(match)
-        if match.num_tokens:
-            assert_restored(restored, LIMITED, LONG[: match.num_tokens])
-    assert 300 in found
-    assert store.stats().rejected == 0
 
 
 async def test_a_session_rewound_into_evicted_blocks_saves_them_again_and_can_be_restored(
