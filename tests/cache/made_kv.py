@@ -60,12 +60,17 @@ def save_all(store: Store, tenant: str, tokens: Sequence[int]) -> list[bool]:
     return [store.kv.save(store.kv.chain(tenant), tokens, span, cut(tokens, span)) for span in spans]
 
 
+async def put(store: Store, tokens: Sequence[int], tenant: str = "a") -> None:
+    """Save the KV of these tokens, and wait until it is written."""
+    save_all(store, tenant, tokens)
+    assert await store.queue.drained(10)
+
+
 async def stored(open_store: Callable[..., Awaitable[Store]], *runs: Sequence[int], **settings: Any) -> Store:
     """Open a store, save the KV of each run of tokens for the tenant `a`, and wait until it is written."""
     store = await open_store(**settings)
     for tokens in runs:
-        save_all(store, "a", tokens)
-        assert await store.queue.drained(10)
+        await put(store, tokens)
     return store
 
 

@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import xxhash
 from click.testing import CliRunner
-from hypothesis import example, given
-from hypothesis import strategies as st
-from made_kv import BLOCK, assert_is_kv_of, cut, identity, save_all, stored
+from made_kv import BLOCK, assert_is_kv_of, cut, identity, put, stored
 
 from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
@@ -137,9 +135,7 @@ async def test_snapshot_files_with_forged_headers_are_not_imported_and_do_not_st
         taken = (snapshots / name).exists() or name == f"{NAME.digest.hex()}.safetensors"
         (snapshots / (f"{number:064x}.safetensors" if taken else name)).write_bytes(content)
     for _ in range(2):  # first without an index row of the files, then with the index written meanwhile
-        store = await open_store()
-        save_all(store, "a", TOKENS)
-        assert await store.queue.drained(5)
+        store = await stored(open_store, TOKENS)
         assert_is_kv_of((await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS))).tensors, TOKENS)
         assert await store.close()
         for command in (["list"], ["verify"]):
@@ -232,105 +228,20 @@ async def test_a_store_opens_even_if_a_directory_pipe_or_link_has_the_name_of_a_
     make(snapshots / f"{NAME.digest.hex()}.safetensors")
     store = await open_store()
     assert store.stats().stored == 0
-    save_all(store, "a", TOKENS)
-    assert await store.queue.drained(5)
+    await put(store, TOKENS)
     assert_is_kv_of((await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS))).tensors, TOKENS)
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text()
-    | st.sampled_from(["0", "1", "ab" * 32]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=8,
-)
-FIELDS = ["state", "format", "version", "identity", "model", "parent", "digest", "start", "end", "tokens"]
-TENSORS = ["0.keys", "0.values", "1.keys", "1.values"]
-
-
-@st.composite
-def headers(draw: Any) -> bytes:
-    """Draw a valid header with one to three random changes of fields, tensors or bytes."""
-    text = HEADER
-    for _ in range(draw(st.integers(1, 3))):
-        match draw(st.sampled_from(["field", "tensor", "bytes", "twice", "deep"])):
-            case "field":
-                text = replaced(text, [b"__metadata__", draw(st.sampled_from(FIELDS)).encode()], draw(JSON))
-            case "tensor":
-                part = draw(st.sampled_from(["dtype", "shape", "data_offsets"])).encode()
-                text = replaced(text, [draw(st.sampled_from(TENSORS)).encode(), part], draw(JSON))
-            case "bytes":
-                at = draw(st.integers(0, len(text)))
-                text = text[:at] + draw(st.binary(max_size=5)) + text[at + draw(st.integers(0, 5)) :]
-            case "twice":
-                text = text.replace(b'"0.keys":', b'"0.keys":{},"0.keys":', 1)
-            case "deep":
-                text = text.replace(b'{"dtype"', b"[" * draw(st.sampled_from([9, 100_000])), 1)
-    return text
-
-
-def replaced(text: bytes, keys: list[bytes], value: Any) -> bytes:
-    try:
-        fields = json.loads(text)
-        inner = fields
-        for key in keys[:-1]:
-            inner = inner[key.decode()]
-        inner[keys[-1].decode()] = value
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return text
-    return json.dumps(fields, separators=(",", ":")).encode()
-
-
-def _header() -> bytes:
-    draft = snapshot_format.encode(NAME, identity(), cut(TOKENS, Span(0, BLOCK)))
-    return draft.header[8:]
-
-
-HEADER = _header()
-PAYLOAD = b"".join(tensor.data for tensor in cut(TOKENS, Span(0, BLOCK)))
-
-
-@given(headers())
-@example(HEADER)
-@example(HEADER.replace(b"[1,2,4,3]", b"[1,2,4,3,1]"))
-@example(HEADER.replace(b"[1,2,4,3]", b"[1,2,4," + b"9" * 9999 + b"]"))
-@example(HEADER.replace(b"[1,2,4,3]", b'""'))
-@example(HEADER.replace(b"0.keys", ZERO.encode() + b".keys").replace(b"0.values", ZERO.encode() + b".values"))
-@example(HEADER.replace(b'"0.keys"', b'"0.keys 0.values 0.keys"'))
-def test_a_randomly_changed_snapshot_header_is_rejected_or_read_with_the_original_tokens_and_layout(
-    tmp_path_factory, text
-) -> None:
-    """Reading it may neither raise another exception nor return another name or layout."""
-    path = tmp_path_factory.getbasetemp() / f"{NAME.digest.hex()}.safetensors"
-    path.write_bytes(signed(text, PAYLOAD))
-    try:
-        header = read_header(path)
-    except DoubtfulSnapshotError:
-        return
-    if header.is_foreign:
-        assert (header.name.tokens, header.layout, header.states) == (b"", (), ())
-        return
-    assert (len(header.name.parent), len(header.identity)) == (32, 64)
-    assert header.name.tokens == NAME.tokens
-    assert [name for name, _, _ in header.layout] == TENSORS
-    assert all(len(shape) == 2 for _, _, shape in header.layout)
 
 
 def test_a_snapshot_file_with_an_oversized_header_is_rejected_before_the_header_is_parsed(tmp_path) -> None:
     """A parsed JSON list takes twenty times the memory of its text."""
     path = tmp_path / "x"
-    text = HEADER[:29] + b'","x":[' + b"[]," * (1 << 20)
+    text = sound(tmp_path)[8:37] + b'","x":[' + b"[]," * (1 << 20)
     path.write_bytes(signed(text, b""))
     with pytest.raises(DoubtfulSnapshotError, match="header length"):
         read_header(path)
 
 
-async def test_a_snapshot_file_with_a_forged_huge_tensor_shape_is_rejected_without_allocating_its_memory(
-    tmp_path, open_store
-) -> None:
+async def test_a_forged_huge_tensor_shape_is_rejected_without_taking_its_memory(tmp_path, open_store) -> None:
     """The file has some hundred bytes, and its header claims a million heads of size zero."""
     store = await stored(open_store, TOKENS)
     match = store.kv.match(store.kv.chain("a"), TOKENS)

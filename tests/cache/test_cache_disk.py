@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_kv import Clock, assert_sum_rule, flip, num_restored, save_all, stored
+from made_kv import Clock, assert_sum_rule, flip, num_restored, put, stored
 from structlog.testing import capture_logs
 from test_cache_windows import POLICY
 
@@ -81,17 +81,14 @@ async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_restores
         if "two" in said:  # a forget may be in progress, which removes files from the session's end
             assert two in (0, 4, 5), life
         assert two == 0 or "forgotten" not in said, life
-        save_all(store, "a", ONE)
-        assert await store.queue.drained(10)
+        await put(store, ONE)
         assert await num_restored(store, ONE) == 10, life
         assert_sum_rule(store)
         await store.close()
 
 
 @pytest.mark.process
-def test_after_any_single_failed_disk_write_the_cache_still_saves_and_restores_snapshots(
-    faulty_disk, base
-) -> None:
+def test_after_any_single_failed_disk_write_the_cache_saves_and_restores_snapshots(faulty_disk, base) -> None:
     """One call fails with EIO, ENOSPC or EDQUOT, or all calls from some call on, also with EROFS."""
     assert run(faulty_disk, "failing", base)["changes"] > 100
 
@@ -106,9 +103,7 @@ def test_the_event_loop_of_the_cache_makes_no_disk_system_call(faulty_disk, base
 
 
 @pytest.mark.process
-def test_a_hung_disk_read_blocks_neither_restores_from_other_files_nor_the_exit_of_the_process(
-    faulty_disk, base
-) -> None:
+def test_a_hung_disk_read_blocks_neither_other_restores_nor_the_process_exit(faulty_disk, base) -> None:
     """A hanging read occupies its thread. At most two threads hang, and the process can still exit."""
     assert 0 < run(faulty_disk, "hanging", base)["stuck"] <= 2
 
@@ -125,16 +120,13 @@ async def test_snapshots_whose_eviction_or_erasure_was_confirmed_do_not_return_a
     assert found == {"kept": 0, "erased": 0}, "the log's deleted pages do not come back"
 
 
-async def test_a_store_whose_directory_is_removed_restores_nothing_and_counts_its_saves_as_lost(
-    open_store, tmp_path
-) -> None:
+async def test_a_store_without_its_directory_restores_nothing_and_counts_losses(open_store, tmp_path) -> None:
     now = 0.0
     store = await stored(open_store, ONE, monotonic=lambda: now)
     shutil.rmtree(tmp_path / "cache")
     match = store.kv.match(store.kv.chain("a"), ONE)
     assert await store.kv.load(match) is None
-    save_all(store, "a", TWO)
-    assert await store.queue.drained(5)
+    await put(store, TWO)
     assert store.stats().failed + sum(store.stats().dropped.values()) == 2
     assert_sum_rule(store)
     store.eraser.forget("a", pack(ONE))
@@ -143,9 +135,7 @@ async def test_a_store_whose_directory_is_removed_restores_nothing_and_counts_it
     assert await store.close()
 
 
-async def test_snapshots_on_a_file_system_with_inode_numbers_above_63_bits_are_kept(
-    open_store, monkeypatch
-) -> None:
+async def test_snapshots_on_a_file_system_with_64_bit_inode_numbers_are_kept(open_store, monkeypatch) -> None:
     class Large:
         def __init__(self, stat: os.stat_result) -> None:
             self._stat = stat
@@ -159,15 +149,13 @@ async def test_snapshots_on_a_file_system_with_inode_numbers_above_63_bits_are_k
     for _ in range(2):
         store = await open_store()
         assert not store.eraser.put_back, "the directory knows itself"
-        save_all(store, "a", tokens)
-        assert await store.queue.drained(10)
+        await put(store, tokens)
         assert store.kv.find(store.kv.chain("a"), tokens).num_tokens == 8
         await store.close()
 
 
 async def saved(store, tokens) -> None:
-    save_all(store, "a", tokens)
-    assert await store.queue.drained(5)
+    await put(store, tokens)
     assert_sum_rule(store)
 
 

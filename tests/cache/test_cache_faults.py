@@ -16,7 +16,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from made_kv import BLOCK, Clock, assert_sum_rule, cut, flip, identity, num_restored, save_all, stored
+from made_kv import BLOCK, Clock, assert_sum_rule, cut, flip, identity, num_restored, put, save_all, stored
 from structlog.testing import capture_logs
 
 from cache.disk import format as snapshot_format
@@ -84,9 +84,7 @@ async def test_a_disk_that_becomes_full_during_snapshot_writes_loses_only_the_sn
     assert await num_restored(store, TOKENS, "b") == 10
 
 
-async def test_the_disk_writer_pauses_longer_after_each_failed_write_and_logs_only_the_first_failure(
-    open_store, monkeypatch
-) -> None:
+async def test_the_disk_writer_pauses_longer_after_each_failure_and_logs_one(open_store, monkeypatch) -> None:
     clock = Clock()
     store = await open_store(monotonic=clock)
 
@@ -110,15 +108,12 @@ async def test_the_disk_writer_pauses_longer_after_each_failed_write_and_logs_on
     assert_sum_rule(store)
 
 
-async def test_snapshots_saved_while_the_disk_writer_is_paused_are_dropped_and_counted(
-    open_store, monkeypatch
-) -> None:
+async def test_snapshots_saved_while_writing_pauses_are_dropped_and_counted(open_store, monkeypatch) -> None:
     store = await open_store(monotonic=Clock())
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EDQUOT, "quota")))
     spans = store.kv.wanted(store.kv.chain("a"), TOKENS[:10])
-    save_all(store, "a", [1, 2])
-    await store.queue.drained(5)
+    await put(store, [1, 2])
     monkeypatch.setattr(os, "fsync", fsync)
     assert not store.kv.save(store.kv.chain("a"), TOKENS, spans[0], cut(TOKENS, spans[0]))
     store.queue.skip(2)
@@ -140,15 +135,12 @@ async def test_a_snapshot_file_is_synced_before_its_rename_and_its_folder_is_syn
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", noted)
-    save_all(store, "a", TOKENS)
-    assert await store.queue.drained(5)
+    await put(store, TOKENS)
     files = [nth_file(tmp_path, n).stem for n in range(3)]
     assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
 
 
-async def test_all_queued_snapshots_are_dropped_unwritten_after_a_failed_disk_write(
-    open_store, monkeypatch
-) -> None:
+async def test_all_queued_snapshots_are_dropped_after_a_failed_disk_write(open_store, monkeypatch) -> None:
     """Otherwise the writer would try the whole queue on a full disk."""
     store = await open_store(monotonic=Clock())
     loop, tried = asyncio.get_running_loop(), []
@@ -184,36 +176,28 @@ async def test_a_snapshot_file_whose_rename_could_not_be_synced_is_removed(
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", fail_for_directories)
-    save_all(store, "a", [1, 2])
-    assert await store.queue.drained(5)
+    await put(store, [1, 2])
     assert (store.stats().failed, store.stats().stored) == (1, 0)
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_any_exception_during_a_snapshot_write_leaves_the_writer_thread_running(
-    open_store, monkeypatch
-) -> None:
+async def test_any_exception_in_a_snapshot_write_leaves_the_writer_running(open_store, monkeypatch) -> None:
     clock = Clock()
     store = await open_store(monotonic=clock)
     write = snapshot_format.write
     monkeypatch.setattr(snapshot_format, "write", lambda *_: 1 / 0)
-    save_all(store, "a", [1, 2])
-    await store.queue.drained(5)
+    await put(store, [1, 2])
     assert store.stats().failed == 1
     monkeypatch.setattr(snapshot_format, "write", write)
     clock.now += 2
-    save_all(store, "a", [1, 2])
-    await store.queue.drained(5)
+    await put(store, [1, 2])
     assert await num_restored(store, [1, 2]) == 2
 
 
-async def test_after_any_exception_in_a_file_removal_the_cache_restores_but_no_longer_saves(
-    open_store, monkeypatch
-) -> None:
+async def test_after_any_exception_in_a_file_removal_the_cache_only_restores(open_store, monkeypatch) -> None:
     store, gate = await open_store(monotonic=Clock()), threading.Event()
     save_all(store, "a", TOKENS)
-    save_all(store, "b", TOKENS)
-    assert await store.queue.drained(5)
+    await put(store, TOKENS, tenant="b")
 
     def fail(*_) -> None:
         assert gate.wait(10)
@@ -257,8 +241,7 @@ async def test_snapshots_of_a_cache_whose_sqlite_index_cannot_be_written_are_sti
     for change in ("put", "remove", "use"):
         monkeypatch.setattr(Catalog, change, fail)
     with capture_logs() as logs:
-        save_all(store, "a", TOKENS)
-        await store.queue.drained(5)
+        await put(store, TOKENS)
         assert await num_restored(store, TOKENS) == 10
         await store.close()
     assert [log["event"] for log in logs] == ["index_not_written"]
@@ -359,9 +342,7 @@ async def test_a_damaged_snapshot_file_that_several_restores_read_at_once_is_cou
     assert store.stats().rejected == 1
 
 
-async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_cache(
-    open_store, tmp_path
-) -> None:
+async def test_emptying_the_quarantine_by_hand_returns_its_space_to_the_cache(open_store, tmp_path) -> None:
     """This works without stopping the worker."""
     store = await open_store()
     sessions = [[session, 1] for session in range(6)]
@@ -377,19 +358,15 @@ async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_
     assert store.stats().capacity_bytes == (1 << 30) - 6 * size
     for path in (tmp_path / "cache" / "quarantine").iterdir():
         path.unlink()
-    save_all(store, "b", [1, 2])
-    assert await store.queue.drained(5)
+    await put(store, [1, 2], tenant="b")
     assert store.stats().capacity_bytes == 1 << 30
 
 
 @pytest.mark.parametrize("room", ["snapshots", "tmp", "quarantine"])
-async def test_a_cache_subdirectory_removed_while_a_store_runs_is_created_again(
-    open_store, tmp_path, room
-) -> None:
+async def test_a_cache_subdirectory_removed_from_a_store_is_created_again(open_store, tmp_path, room) -> None:
     store = await stored(open_store, TOKENS)
     shutil.rmtree(tmp_path / "cache" / room)
-    save_all(store, "b", TOKENS)
-    assert await store.queue.drained(5)
+    await put(store, TOKENS, tenant="b")
     assert await num_restored(store, TOKENS, "b") == 10
     assert (store.stats().failed, store.stats().dropped) == (0, {})
     assert await num_restored(store, TOKENS) == (0 if room == "snapshots" else 10)
@@ -410,15 +387,12 @@ def a_full_folder(path) -> None:
 
 
 @pytest.mark.parametrize("make", [a_folder, a_full_folder])
-async def test_a_folder_in_the_place_of_a_snapshot_file_is_moved_to_quarantine(
-    open_store, tmp_path, make
-) -> None:
+async def test_a_folder_named_as_a_snapshot_file_is_moved_to_quarantine(open_store, tmp_path, make) -> None:
     store = await open_store()
     path = nth_file(tmp_path, 0)
     make(path)
     make(tmp_path / "cache" / "tmp" / path.stem)
-    save_all(store, "a", TOKENS)
-    assert await store.queue.drained(5)
+    await put(store, TOKENS)
     assert (store.stats().failed, store.stats().dropped) == (0, {}), "nothing pauses for it"
     assert await num_restored(store, TOKENS) == 10
     assert (tmp_path / "cache" / "quarantine" / path.name).is_dir()
@@ -439,8 +413,7 @@ async def test_a_restore_that_exceeds_its_time_limit_reads_no_further_file(
     open_store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, tokens, begun = await open_store(), list(range(8 * BLOCK)), []
-    save_all(store, "a", tokens)
-    assert await store.queue.drained(10)
+    await put(store, tokens)
     assert await num_restored(store, tokens) == len(tokens)  # has imported MLX, which takes long
     read = snapshot_format.read
 

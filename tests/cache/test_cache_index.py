@@ -7,7 +7,7 @@ import os
 import sqlite3
 
 import pytest
-from made_kv import assert_is_kv_of, save_all, stored
+from made_kv import assert_is_kv_of, put, stored
 from structlog.testing import capture_logs
 
 from cache.disk.header import read_name
@@ -86,9 +86,7 @@ async def assert_finds_everything(open_store) -> None:
     ],
     ids=["lost", "empty", "overwritten", "cut short", "garbled", "another version"],
 )
-async def test_a_missing_or_damaged_cache_index_is_rebuilt_from_the_snapshot_files_with_a_log_line(
-    open_store, tmp_path, damage
-) -> None:
+async def test_a_lost_or_damaged_index_is_rebuilt_from_snapshot_files(open_store, tmp_path, damage) -> None:
     await stored_once(open_store)
     damage(tmp_path / "cache" / "index.sqlite")
     with capture_logs() as logs:
@@ -122,9 +120,7 @@ async def test_a_missing_or_damaged_cache_index_is_rebuilt_from_the_snapshot_fil
         "digest = 'text'",
     ],
 )
-async def test_an_altered_row_of_the_cache_index_is_replaced_from_its_snapshot_file(
-    open_store, tmp_path, change
-) -> None:
+async def test_an_altered_row_of_the_index_is_replaced_from_its_file(open_store, tmp_path, change) -> None:
     """SQLite itself has no checksums, so each row has one."""
     await stored_once(open_store)
     columns = "SELECT digest, parent, start, num_tokens, size_bytes, resumable, mark, proof FROM snapshot"
@@ -149,8 +145,7 @@ async def test_opening_a_store_removes_a_partial_block_whose_preceding_partial_b
     """Nothing finds it, and an erasure would not either; nor a folder that is in its place."""
     store = await open_store()
     for end in (10, 11):
-        save_all(store, "a", TOKENS[:8] + [7] * (end - 8))
-        assert await store.queue.drained(5)
+        await put(store, TOKENS[:8] + [7] * (end - 8))
     second, first = (store._folder.path(node.digest) for node in store._index if node.start in (8, 10))
     await store.close()
     first.unlink()
@@ -188,9 +183,7 @@ async def test_opening_a_store_that_cannot_read_its_files_fails_and_quarantines_
         await assert_finds_everything(open_store)
 
 
-async def test_opening_a_store_removes_and_logs_unfinished_files_of_an_earlier_process(
-    open_store, tmp_path
-) -> None:
+async def test_opening_a_store_removes_and_logs_files_that_a_crash_left(open_store, tmp_path) -> None:
     await stored_once(open_store)
     (tmp_path / "cache" / "tmp" / ("cd" * 32)).write_bytes(b"half")
     with capture_logs() as logs:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_kv import assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+from made_kv import assert_is_kv_of, assert_sum_rule, cut, identity, put, save_all
 
 from cache.disk.folder import Folder
 from cache.disk.header import read_name
@@ -46,14 +46,11 @@ def test_each_tokens_kv_is_written_to_disk_at_most_2_plus_log2_of_block_size_ove
     assert len(edges) <= 2 + math.isqrt(2 * block), "pieces at the end are shorter and shorter"
 
 
-async def test_saving_a_full_block_removes_the_partial_blocks_of_the_same_tokens(
-    open_store, tmp_path
-) -> None:
+async def test_saving_a_full_block_removes_partial_blocks_of_the_same_tokens(open_store, tmp_path) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     tokens = list(range(18))
     for end in (8, 12, 14, 18):
-        save_all(store, "a", tokens[:end])
-        await store.queue.drained(5)
+        await put(store, tokens[:end])
     assert piece_starts(store) == [(0, 16), (16, 18)]
     assert len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
 
@@ -61,8 +58,7 @@ async def test_saving_a_full_block_removes_the_partial_blocks_of_the_same_tokens
 async def test_saving_a_full_block_keeps_a_partial_block_that_another_sessions_kv_needs(open_store) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     for tokens in ([*range(8)], [*range(8), 50, 51], [*range(16)]):
-        save_all(store, "a", tokens)
-        await store.queue.drained(5)
+        await put(store, tokens)
     assert piece_starts(store) == [(0, 8), (0, 16), (8, 10)]
     restored = await store.kv.load(store.kv.match(store.kv.chain("a"), [*range(8), 50, 51]))
     assert restored.num_tokens == 10
@@ -72,9 +68,7 @@ async def test_saving_a_full_block_keeps_a_partial_block_that_another_sessions_k
 
 
 @pytest.mark.parametrize("forget", [False, True])
-async def test_a_turn_can_extend_partial_blocks_that_other_turns_replaced_or_erased_meanwhile(
-    open_store, forget
-) -> None:
+async def test_a_turn_can_extend_partial_blocks_that_others_replaced_or_erased(open_store, forget) -> None:
     """The turn holds the pieces while another turn replaces them by a longer piece, or forgets them."""
     store = await open_store(identity=identity(block_tokens=LONG))
     mine = [*range(8), 8, 50]
@@ -139,8 +133,7 @@ async def test_after_a_crash_at_any_write_the_next_process_restores_every_durabl
     store = await open_store(identity=identity(block_tokens=8))
     tokens = list(range(19))
     for end in (1, 2, 3, 4, 5, 7, 9, 10, 11, 15, 19):
-        save_all(store, "a", tokens[:end])
-        await store.queue.drained(5)
+        await put(store, tokens[:end])
     monkeypatch.undo()
     assert len(moments) > 15
     for copy, expected in moments:

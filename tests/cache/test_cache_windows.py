@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, extended, kv, save_all
+from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, extended, kv, put
 
 from cache.admin import archive, pruning, survey
 from cache.disk import format as snapshot_format
@@ -143,7 +143,7 @@ async def test_a_snapshot_file_with_the_sections_of_another_layer_layout_is_reje
     assert store.stats().rejected == 1
 
 
-async def test_sessions_under_different_cache_policies_share_no_snapshots_and_an_erase_removes_all_of_them(
+async def test_sessions_under_different_policies_share_no_snapshots_and_are_erased_alike(
     open_store,
 ) -> None:
     store = await open_store()
@@ -188,10 +188,6 @@ def limited(open_store, num_files, **changes):
     return open_store(max_bytes=num_files * FILE, **changes)
 
 
-def starts(store) -> set[int]:
-    return {node.start for node in store._index}
-
-
 def longest(store, chain, tokens) -> int:
     """Return the longest prefix of whole blocks that can be restored, by testing all prefixes."""
     nodes = [store._index.get(name) for name in chain.names(as_tokens(tokens))[1:]]
@@ -214,9 +210,7 @@ def shrunk(store, max_bytes) -> None:
     [LAYOUT, ModelLayout(LAYOUT.kv, reaches=(POLICY,) * 4)],
     ids=["the policy's window", "the model's window"],
 )
-async def test_a_windowed_session_longer_than_the_disk_limit_is_saved_and_restored(
-    open_store, layout
-) -> None:
+async def test_a_windowed_session_larger_than_its_disk_is_saved_and_restored(open_store, layout) -> None:
     """Every block is saved, those between sinks and window are evicted, and the whole session matches."""
     store = await limited(open_store, 8, layout=layout)
     chain = store.kv.chain("a", POLICY if layout is LAYOUT else FULL)
@@ -230,43 +224,7 @@ async def test_a_windowed_session_longer_than_the_disk_limit_is_saved_and_restor
     assert_restored(await store.kv.load(match), LIMITED, LONG)
 
 
-async def test_a_pending_restore_keeps_exactly_the_blocks_that_it_needs_from_being_evicted(
-    open_store,
-) -> None:
-    """All sinks, and the window of the position at which it ends."""
-    policy = Policy(10, 6)
-    store = await open_store()
-    chain = store.kv.chain("a", policy)
-    save(store, LAYOUT.under(policy), chain, LONG[:200])
-    assert await store.queue.drained(5)
-    match = store.kv.match(chain, LONG[:120])
-    shrunk(store, 0)
-    assert starts(store) == {0, 4, 8, 112, 116}
-    assert_sum_rule(store)
-    assert_restored(await store.kv.load(match), LAYOUT.under(policy), LONG[:120])
-    shrunk(store, 0)
-    assert (store.stats().stored, len(store._index)) == (0, 0)
-
-
-async def test_the_cache_match_of_a_rewound_session_is_the_longest_prefix_that_can_still_be_restored(
-    open_store,
-) -> None:
-    store = await limited(open_store, 12)
-    chain = store.kv.chain("a", POLICY)
-    await grown(store, chain, 300)
-    found = set()
-    for end in range(BLOCK, 301, BLOCK):
-        match = store.kv.match(chain, LONG[:end])
-        assert match.num_tokens == longest(store, chain, LONG[:end])
-        found.add(match.num_tokens)
-        restored = await store.kv.load(match)
-        if match.num_tokens:
-            assert_restored(restored, LIMITED, LONG[: match.num_tokens])
-    assert 300 in found
-    assert store.stats().rejected == 0
-
-
-async def test_a_session_rewound_into_evicted_blocks_saves_those_blocks_again_and_can_be_restored(
+async def test_a_session_rewound_into_evicted_blocks_saves_them_again_and_can_be_restored(
     open_store,
 ) -> None:
     """It prefills these blocks once; after that they can be restored."""
@@ -288,9 +246,7 @@ async def test_a_session_rewound_into_evicted_blocks_saves_those_blocks_again_an
 
 
 @pytest.mark.parametrize("by_marks", [False, True])
-async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_remaining_blocks(
-    open_store, by_marks
-) -> None:
+async def test_erasing_a_session_with_evicted_blocks_removes_all_other_blocks(open_store, by_marks) -> None:
     """Also after the loss of the index, and nothing of other tokens."""
     store = await limited(open_store, 200)
     await grown(store, store.kv.chain("a", POLICY), 200)
@@ -298,8 +254,7 @@ async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_remainin
     for tenant, tokens in (("a", other), ("b", LONG[:200])):
         chain = store.kv.chain(tenant, POLICY)
         await grown(store, chain, 200, tokens)
-    save_all(store, "a", LONG[:40])
-    assert await store.queue.drained(5)
+    await put(store, LONG[:40])
     sessions = [("a", other), ("b", LONG[:200]), ("a", LONG[:200])]
     for tenant, tokens in sessions:
         store.kv.release(store.kv.match(store.kv.chain(tenant, POLICY), tokens))
@@ -321,9 +276,7 @@ async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_remainin
     assert there.isdisjoint(node.digest for node in found[2].nodes)
 
 
-async def test_a_session_with_evicted_blocks_can_be_listed_exported_imported_and_pruned(
-    open_store, tmp_path
-) -> None:
+async def test_a_session_with_evicted_blocks_can_be_listed_exported_and_pruned(open_store, tmp_path) -> None:
     store = await limited(open_store, 8)
     await grown(store, store.kv.chain("a", POLICY), 200)
     stored, stored_bytes = store.stats().stored, store.stats().stored_bytes
@@ -432,8 +385,6 @@ def _fail(*_) -> None:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "3"))))
-async def test_in_random_sessions_the_cache_match_is_the_longest_prefix_that_the_files_on_disk_allow(
-    open_store, seed
-) -> None:
+async def test_in_random_sessions_the_match_is_the_longest_prefix_of_the_files(open_store, seed) -> None:
     """Also the restored KV is right, and the counters match the files."""
     await Sessions(random.Random(seed), open_store).run(50)

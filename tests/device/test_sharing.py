@@ -35,9 +35,7 @@ def test_a_new_session_copies_the_kv_of_the_common_prefix_from_an_idle_session(m
     assert rig.tokens(turn) == alone(model, with_end(9, 6), 8)[0]
 
 
-def test_a_session_whose_whole_prompt_is_in_another_sessions_kv_still_prefills_its_last_token(
-    make_rig, model
-) -> None:
+def test_a_session_whose_whole_prompt_another_session_has_prefills_its_last_token(make_rig, model) -> None:
     """Its answer is drawn from this token's logits."""
     rig = make_rig(model)
     rig.run(generate(with_end(4, 5), 6, name="a"))
@@ -47,9 +45,7 @@ def test_a_session_whose_whole_prompt_is_in_another_sessions_kv_still_prefills_i
     assert rig.tokens(turn) == alone(model, COMMON, 8)[0]
 
 
-def test_of_several_sessions_that_start_together_only_one_prefills_their_common_prefix(
-    make_rig, model
-) -> None:
+def test_of_several_sessions_that_start_together_one_prefills_their_common_prefix(make_rig, model) -> None:
     rig = make_rig(model)
     turns = [generate(with_end(7, 5), 8, name="a")]
     turns += [shared(name, with_end(4 + i, 6 + i), 8, "a") for i, name in enumerate("bcd")]
@@ -59,9 +55,7 @@ def test_of_several_sessions_that_start_together_only_one_prefills_their_common_
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_a_new_session_copies_the_kv_of_the_common_prompt_from_a_session_whose_answer_runs(
-    make_rig, model
-) -> None:
+def test_a_new_session_copies_the_kv_of_a_common_prompt_from_a_running_answer(make_rig, model) -> None:
     """Several answers run, so that their KV is in the slots of a pool."""
     rig = make_rig(model)
     turns = [generate(with_end(i, 5 + i), 60, name=f"r{i}") for i in range(4)]
@@ -77,9 +71,7 @@ def test_a_new_session_copies_the_kv_of_the_common_prompt_from_a_session_whose_a
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
-def test_sessions_waiting_for_a_shared_prefix_prefill_the_prefix_themselves_if_the_source_turn_fails(
-    make_rig, model, ending
-) -> None:
+def test_sessions_prefill_a_shared_prefix_themselves_if_its_source_fails(make_rig, model, ending) -> None:
     rig = make_rig(model)
     calls = iter(range(100))
     model.holds = lambda tokens: next(calls) == 1
@@ -100,9 +92,7 @@ def test_sessions_waiting_for_a_shared_prefix_prefill_the_prefix_themselves_if_t
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_cancelling_a_turn_that_waits_for_a_shared_prefix_and_has_an_invalid_token_ends_it_only_once(
-    make_rig, model
-) -> None:
+def test_a_waiting_turn_with_an_invalid_token_that_is_cancelled_ends_only_once(make_rig, model) -> None:
     rig = make_rig(model)
     model.holds = lambda tokens: True
     first = generate(with_end(7, 5), 8, name="a")
@@ -130,22 +120,6 @@ def test_a_turn_cancelled_while_it_waits_for_a_shared_prefix_copies_no_kv(make_r
     model.go_on.release()
     rig.finish(first, waiting)
     assert (waiting.num_reused, waiting.num_prefilled) == (0, 0)
-
-
-def test_a_new_session_copies_only_equal_tokens_of_a_changed_source_session_and_none_of_a_missing_one(
-    make_rig, model
-) -> None:
-    """The event loop, which names the source, may be a step behind the device."""
-    rig = make_rig(model)
-    rig.run(append(COMMON[:10] + prompt(40, salt=50), name="a"))
-    turn = shared("b", with_end(3, 6), 8, "a")
-    rig.run(turn)
-    assert turn.num_reused == 10
-    gone = shared("c", with_end(3, 6), 8, "nobody")
-    rig.run(gone)
-    assert gone.num_reused == 0
-    for one in (turn, gone):
-        assert rig.tokens(one) == alone(model, with_end(3, 6), 8)[0]
 
 
 WINDOWS = Policy(3, 20), Policy(3, 40)

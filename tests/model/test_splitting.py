@@ -290,7 +290,7 @@ def test_a_tool_call_is_parsed_however_its_text_is_divided_into_streamed_pieces(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_special_tokens_are_parsed_as_markers_inside_a_tool_call_and_left_out_before_a_tool_call(
+def test_special_tokens_are_markers_inside_a_tool_call_and_left_out_before_it(
     family: str,
 ) -> None:
     """Each tag is taken for a special token, and left out if it is no marker where it stands."""
@@ -364,7 +364,7 @@ def test_without_offered_tools_an_answer_in_tool_call_syntax_is_shown_as_text(fa
 
 
 @pytest.mark.parametrize("family", ["generic", "llama", "mistral_args", "harmony", "deepseek_v31", "kimi_k2"])
-def test_tool_call_arguments_that_are_empty_nested_or_contain_markers_in_strings_are_parsed(
+def test_tool_call_arguments_may_be_empty_nested_or_have_markers_in_strings(
     family: str,
 ) -> None:
     for code in ('print("</tool_call><tool_call>")\n{"a": [1, "}"]}', {"deep": [{"x": '\\"'}]}, None):
@@ -375,9 +375,7 @@ def test_tool_call_arguments_that_are_empty_nested_or_contain_markers_in_strings
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("_bare")])
 @pytest.mark.parametrize("cut", [0.4, 0.7])
-def test_a_tool_call_cut_off_in_its_arguments_is_shown_as_text_and_reported_as_malformed(
-    family: str, cut: float
-) -> None:
+def test_a_tool_call_cut_off_in_its_arguments_is_text_and_reported_malformed(family: str, cut: float) -> None:
     text = written(family)
     begin, end = text.index("weather"), text.index("days") + len("days")
     text = text[: begin + int(cut * (end - begin))]
@@ -388,7 +386,7 @@ def test_a_tool_call_cut_off_in_its_arguments_is_shown_as_text_and_reported_as_m
 
 
 @pytest.mark.parametrize("family", ["json_tools", "mistral_args", "deepseek_v31"])
-def test_reasoning_is_separated_from_text_whether_the_prompt_or_the_answer_has_the_opening_marker(
+def test_reasoning_is_separated_whether_the_prompt_or_the_answer_opens_it(
     family: str,
 ) -> None:
     found = markup(family).reasoning
@@ -435,34 +433,11 @@ def test_parsing_an_unfinished_tool_call_of_10000_repeated_pieces_takes_less_tha
         assert time.thread_time() - began_s < 0.5, (num, begun, repeated)
 
 
-def made(names: str, ids: Iterable[str | None], **more: Any) -> AnswerCalls:
-    """Return the calls of an answer after these calls of functions `names`, one added after the other."""
-    calls = AnswerCalls(OfferedTools(TOOLS), lambda index: f"new{index}", **more)
-    for name, own in zip(names, ids, strict=True):
-        calls.add([ParsedCall(name, "{}", own)])
-    return calls
-
-
 def test_each_tool_call_of_an_answer_has_a_different_id() -> None:
-    calls = made("abcde", ["x", "x", None, "new2", "y"])
+    calls = AnswerCalls(OfferedTools(TOOLS), lambda index: f"new{index}")
+    for name, own in zip("abcde", ["x", "x", None, "new2", "y"], strict=True):
+        calls.add([ParsedCall(name, "{}", own)])
     assert [call.id for call in calls.made] == ["x", "new1", "new2", "new3", "y"]
-
-
-@pytest.mark.parametrize(
-    ("names", "kept", "more"),
-    [
-        ("abab", "abab", {"ends_at_repeat": True}),
-        ("abbc", "ab", {"ends_at_repeat": True}),
-        ("abbc", "abbc", {}),
-        ("abbc", "abb", {"max_calls": 3}),
-    ],
-)
-def test_an_answer_ends_after_the_allowed_number_of_tool_calls_or_before_a_repeated_call(
-    names: str, kept: str, more: dict[str, Any]
-) -> None:
-    calls = made(names, [None] * len(names), **more)
-    assert "".join(call.function.name for call in calls.made) == kept
-    assert calls.is_full == (kept != names)
 
 
 @pytest.mark.parametrize(
@@ -474,9 +449,7 @@ def test_an_answer_ends_after_the_allowed_number_of_tool_calls_or_before_a_repea
         ("So: {call} and</tool_call>", "So: and</tool_call>"),
     ],
 )
-def test_white_space_after_empty_reasoning_and_a_second_end_marker_after_a_tool_call_are_left_out(
-    text: str, shown: str
-) -> None:
+def test_white_space_after_empty_reasoning_and_a_second_end_are_left_out(text: str, shown: str) -> None:
     found = splitter("json_tools")
     piece = found.push(text.replace("{call}", written("json_tools"))) + found.finish()
     assert piece.text == shown
