@@ -91,7 +91,9 @@ def test_splitting_a_restore_buffer_at_a_token_position_divides_its_token_ranges
     "num_tokens",
     [3, GROUP, GROUP + 1, 2 * GROUP - 2, len(TOKENS)],
 )
-async def test_a_paged_restore_reads_no_block_whose_2_bit_keys_another_file_has(stored, num_tokens) -> None:
+async def test_restoring_a_paged_session_reads_no_hidden_block_whose_2_bit_keys_another_file_holds(
+    stored, num_tokens
+) -> None:
     """The session ends at, before or after the end of a group, or within a carrier."""
     store, chain = stored
     match = await extended(store, TOKENS[:num_tokens], chain=chain)
@@ -114,7 +116,9 @@ async def test_a_paged_restore_reads_no_block_whose_2_bit_keys_another_file_has(
         pytest.param((Span(5, 6), Span(7, 8), Span(9, 11)), id="tokens with others between them"),
     ],
 )
-async def test_reading_paged_tokens_from_disk_gives_just_their_kv(stored, wanted: tuple[Span, ...]) -> None:
+async def test_reading_tokens_of_a_paged_session_from_disk_gives_the_kv_of_exactly_those_tokens(
+    stored, wanted: tuple[Span, ...]
+) -> None:
     store, chain = stored
     found, arrays = await store.kv.recall(chain, TOKENS, wanted)
     assert found == wanted
@@ -125,7 +129,7 @@ async def test_reading_paged_tokens_from_disk_gives_just_their_kv(stored, wanted
     }
 
 
-async def test_reading_unstored_tokens_of_a_paged_session_gives_no_kv_and_pins_no_snapshot(
+async def test_reading_unstored_tokens_of_a_paged_session_from_disk_gives_no_kv_and_pins_no_snapshot(
     stored,
 ) -> None:
     store, chain = stored
@@ -135,7 +139,9 @@ async def test_reading_unstored_tokens_of_a_paged_session_gives_no_kv_and_pins_n
 
 
 @pytest.mark.parametrize("section", [0, 2, 3])
-async def test_a_restore_of_only_the_2_bit_keys_of_a_file_detects_damage_in_them(stored, section) -> None:
+async def test_a_restore_that_reads_only_the_2_bit_keys_of_a_file_detects_damage_in_those_keys_alone(
+    stored, section
+) -> None:
     """A restore reads only the carried sketches of this file, so it detects no damage elsewhere in it."""
     store, chain = stored
     match = store.kv.match(chain, TOKENS)

@@ -94,7 +94,9 @@ async def test_cache_commands_that_change_no_file_succeed_beside_a_running_worke
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_cache_verify_passes_over_the_file_that_macos_leaves_in_shown_folders(filled, turnkeep) -> None:
+async def test_cache_verify_passes_over_the_file_that_macos_leaves_in_a_folder_shown_to_a_user(
+    filled, turnkeep
+) -> None:
     (filled / "snapshots" / ".DS_Store").write_text("icons")
     assert "5 files, 0 doubtful" in turnkeep("verify").stdout
 
@@ -113,7 +115,9 @@ async def test_cache_list_shows_the_files_even_if_the_index_is_missing_or_damage
     assert (filled / "index.sqlite").read_bytes().startswith(b"not a database"), "nothing is mended here"
 
 
-async def test_cache_verify_lists_damaged_files_and_quarantines_them_if_asked_to(filled, turnkeep) -> None:
+async def test_cache_verify_lists_damaged_files_and_quarantines_them_only_with_the_option_quarantine(
+    filled, turnkeep
+) -> None:
     assert "5 files, 0 doubtful" in turnkeep("verify").stdout
     flipped, cut, misnamed = snapshots(filled)[:3]
     flip(flipped)
@@ -138,7 +142,9 @@ async def test_cache_verify_lists_damaged_files_and_quarantines_them_if_asked_to
 @pytest.mark.parametrize(
     "name", ["zz" * 32, "ab" * 31, "AB" * 32, "ab" * 40, "a" * 63 + "\N{DIGIT ONE FULL STOP}"]
 )
-async def test_cache_verify_reports_and_leaves_a_file_whose_name_is_no_digest(filled, turnkeep, name) -> None:
+async def test_cache_verify_reports_a_file_whose_name_is_no_digest_and_does_not_move_it(
+    filled, turnkeep, name
+) -> None:
     stray = filled / "snapshots" / f"{name}.safetensors"
     stray.write_bytes(snapshots(filled)[0].read_bytes())
     for arguments in (("--json",), ("--json", "--quarantine")):
@@ -191,7 +197,9 @@ async def test_cache_prune_removes_snapshots_by_age_by_model_and_down_to_a_total
     assert "removed 3 files" in turnkeep("prune", "--identity", tiny[:8]).stdout
 
 
-async def test_cache_prune_all_leaves_an_empty_cache_that_can_be_used(open_store, filled, turnkeep) -> None:
+async def test_cache_prune_all_leaves_an_empty_cache_that_accepts_new_snapshots(
+    open_store, filled, turnkeep
+) -> None:
     (filled / "quarantine" / "bad").write_text("x")
     assert "removed 5 files" in turnkeep("prune", "--all").stdout
     assert json.loads(turnkeep("list", "--json").stdout)["chains"] == []
@@ -275,7 +283,9 @@ async def test_cache_import_skips_damaged_misnamed_and_parentless_archive_member
     assert "no sound tar file" in turnkeep("import", tmp_path / "cut.tar", code=1).stderr
 
 
-async def test_cache_import_respects_max_disk_and_min_free_disk(open_store, filled, tmp_path) -> None:
+async def test_cache_import_stays_within_max_disk_and_leaves_min_free_disk_free(
+    open_store, filled, tmp_path
+) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
     there = await open_store(directory=tmp_path / "there")
     await there.close()
@@ -290,7 +300,9 @@ async def test_cache_import_respects_max_disk_and_min_free_disk(open_store, fill
     assert "bytes free" in took.skipped[-1][1]
 
 
-async def test_cache_export_of_damaged_or_unknown_snapshots_leaves_no_archive(filled, tmp_path) -> None:
+async def test_cache_export_of_damaged_or_unknown_snapshots_fails_and_leaves_no_archive(
+    filled, tmp_path
+) -> None:
     for path in snapshots(filled):
         path.write_bytes(path.read_bytes()[:-1] + b"\xaa")
     with pytest.raises(CacheError, match="is doubtful"):
@@ -332,7 +344,9 @@ async def test_a_cache_on_a_read_only_disk_can_be_inspected_and_verified(open_st
     assert survey.verify(folder / "cache", lambda done, total: None).doubtful == []
 
 
-async def test_cache_export_overwrites_an_existing_file_only_with_force(filled, turnkeep, tmp_path) -> None:
+async def test_cache_export_overwrites_an_existing_file_only_with_the_option_force(
+    filled, turnkeep, tmp_path
+) -> None:
     target = tmp_path / "precious"
     target.write_text("mine")
     refused = turnkeep("export", "--all", target, code=1).stderr
@@ -353,7 +367,9 @@ def listed(directory) -> set[bytes]:
         return {digest for (digest,) in db.execute("SELECT digest FROM snapshot")}
 
 
-def test_copying_the_cache_index_starts_again_if_sqlite_restarts_its_log(tmp_path, monkeypatch) -> None:
+def test_copying_the_cache_index_starts_again_if_sqlite_restarts_the_write_ahead_log_meanwhile(
+    tmp_path, monkeypatch
+) -> None:
     """Otherwise the copy would have old pages for which the new log has no replacement."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
@@ -391,7 +407,7 @@ async def without_files(open_store, tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-async def test_inspecting_or_verifying_a_cache_fails_if_too_many_files_are_open(
+async def test_inspecting_or_verifying_a_cache_raises_an_error_if_the_process_has_too_many_open_files(
     without_files,
 ) -> None:
     with pytest.raises(OSError, match="Too many open files"):
@@ -400,7 +416,9 @@ async def test_inspecting_or_verifying_a_cache_fails_if_too_many_files_are_open(
         survey.inspect(without_files)
 
 
-async def test_cache_export_with_too_many_open_files_leaves_no_archive(without_files, tmp_path) -> None:
+async def test_cache_export_fails_and_leaves_no_archive_if_the_process_has_too_many_open_files(
+    without_files, tmp_path
+) -> None:
     with pytest.raises(CacheError, match=r"cannot be exported: .*Too many open files"):
         archive.export(without_files, None, tmp_path / "all.tar")
     assert not (tmp_path / "all.tar").exists()
@@ -442,7 +460,9 @@ async def test_the_list_of_restorable_blocks_omits_blocks_after_a_missing_block_
     assert blocks.read(every[1][2]) is None
 
 
-async def test_cache_commands_refuse_a_data_directory_in_place_of_a_cache(filled, turnkeep, tmp_path) -> None:
+async def test_cache_commands_refuse_a_data_directory_in_the_place_of_its_cache(
+    filled, turnkeep, tmp_path
+) -> None:
     data = tmp_path / "data"
     data.mkdir()
     filled.rename(data / "snapshots")

@@ -19,7 +19,9 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only there threads c
 
 
 @linux
-async def test_a_restore_succeeds_even_if_the_system_forbids_cpu_affinity(open_store, monkeypatch) -> None:
+async def test_a_restore_succeeds_even_if_the_system_forbids_setting_cpu_affinity(
+    open_store, monkeypatch
+) -> None:
     def forbidden(thread: int, mask: object) -> None:
         raise PermissionError
 
@@ -61,7 +63,9 @@ async def turn(store, tokens, steps: Counter[str]) -> Counter[str]:
     return steps - before
 
 
-async def test_the_cpu_work_of_the_cache_index_for_a_turn_is_linear_in_its_blocks(open_store, steps) -> None:
+async def test_the_cpu_work_of_the_cache_index_for_a_turn_is_linear_in_the_number_of_blocks(
+    open_store, steps
+) -> None:
     costs = []
     for first, num_blocks in ((1, 30), (2, 60)):
         store = await open_store()
@@ -74,7 +78,9 @@ async def test_the_cpu_work_of_the_cache_index_for_a_turn_is_linear_in_its_block
         assert two[name] <= 2.5 * one[name], (name, one, two)
 
 
-async def test_evicting_many_blocks_scans_no_blocks_in_use_again_for_each(open_store, monkeypatch) -> None:
+async def test_evicting_many_blocks_does_not_scan_all_blocks_in_use_again_for_each_evicted_block(
+    open_store, monkeypatch
+) -> None:
     """The held blocks are the least recently used, so each search for a victim would begin with them."""
     store = await open_store()
     save_all(store, "a", list(range(60 * BLOCK)))

@@ -241,7 +241,9 @@ def test_a_snapshot_file_with_an_oversized_header_is_rejected_before_the_header_
         read_header(path)
 
 
-async def test_a_forged_huge_tensor_shape_is_rejected_without_taking_its_memory(tmp_path, open_store) -> None:
+async def test_a_snapshot_file_with_a_forged_huge_tensor_shape_is_rejected_without_allocating_its_memory(
+    tmp_path, open_store
+) -> None:
     """The file has some hundred bytes, and its header claims a million heads of size zero."""
     store = await stored(open_store, TOKENS)
     match = store.kv.match(store.kv.chain("a"), TOKENS)

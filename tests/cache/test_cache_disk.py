@@ -88,7 +88,9 @@ async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_restores
 
 
 @pytest.mark.process
-def test_after_any_single_failed_disk_write_the_cache_saves_and_restores_snapshots(faulty_disk, base) -> None:
+def test_after_any_single_failed_disk_write_the_cache_still_saves_and_restores_snapshots(
+    faulty_disk, base
+) -> None:
     """One call fails with EIO, ENOSPC or EDQUOT, or all calls from some call on, also with EROFS."""
     assert run(faulty_disk, "failing", base)["changes"] > 100
 
@@ -103,7 +105,9 @@ def test_the_event_loop_of_the_cache_makes_no_disk_system_call(faulty_disk, base
 
 
 @pytest.mark.process
-def test_a_hung_disk_read_blocks_neither_other_restores_nor_the_process_exit(faulty_disk, base) -> None:
+def test_a_hung_disk_read_blocks_neither_restores_from_other_files_nor_the_exit_of_the_process(
+    faulty_disk, base
+) -> None:
     """A hanging read occupies its thread. At most two threads hang, and the process can still exit."""
     assert 0 < run(faulty_disk, "hanging", base)["stuck"] <= 2
 
@@ -120,7 +124,9 @@ async def test_snapshots_whose_eviction_or_erasure_was_confirmed_do_not_return_a
     assert found == {"kept": 0, "erased": 0}, "the log's deleted pages do not come back"
 
 
-async def test_a_store_without_its_directory_restores_nothing_and_counts_losses(open_store, tmp_path) -> None:
+async def test_a_store_whose_directory_is_removed_restores_nothing_and_counts_its_saves_as_lost(
+    open_store, tmp_path
+) -> None:
     now = 0.0
     store = await stored(open_store, ONE, monotonic=lambda: now)
     shutil.rmtree(tmp_path / "cache")
@@ -135,7 +141,9 @@ async def test_a_store_without_its_directory_restores_nothing_and_counts_losses(
     assert await store.close()
 
 
-async def test_snapshots_on_a_file_system_with_64_bit_inode_numbers_are_kept(open_store, monkeypatch) -> None:
+async def test_snapshots_on_a_file_system_with_inode_numbers_above_63_bits_are_kept(
+    open_store, monkeypatch
+) -> None:
     class Large:
         def __init__(self, stat: os.stat_result) -> None:
             self._stat = stat

@@ -84,7 +84,9 @@ async def test_a_disk_that_becomes_full_during_snapshot_writes_loses_only_the_sn
     assert await num_restored(store, TOKENS, "b") == 10
 
 
-async def test_the_disk_writer_pauses_longer_after_each_failure_and_logs_one(open_store, monkeypatch) -> None:
+async def test_the_disk_writer_pauses_longer_after_each_failed_write_and_logs_only_the_first_failure(
+    open_store, monkeypatch
+) -> None:
     clock = Clock()
     store = await open_store(monotonic=clock)
 
@@ -108,7 +110,9 @@ async def test_the_disk_writer_pauses_longer_after_each_failure_and_logs_one(ope
     assert_sum_rule(store)
 
 
-async def test_snapshots_saved_while_writing_pauses_are_dropped_and_counted(open_store, monkeypatch) -> None:
+async def test_snapshots_saved_while_the_disk_writer_is_paused_are_dropped_and_counted(
+    open_store, monkeypatch
+) -> None:
     store = await open_store(monotonic=Clock())
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EDQUOT, "quota")))
@@ -140,7 +144,9 @@ async def test_a_snapshot_file_is_synced_before_its_rename_and_its_folder_is_syn
     assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
 
 
-async def test_all_queued_snapshots_are_dropped_after_a_failed_disk_write(open_store, monkeypatch) -> None:
+async def test_all_queued_snapshots_are_dropped_unwritten_after_a_failed_disk_write(
+    open_store, monkeypatch
+) -> None:
     """Otherwise the writer would try the whole queue on a full disk."""
     store = await open_store(monotonic=Clock())
     loop, tried = asyncio.get_running_loop(), []
@@ -181,7 +187,9 @@ async def test_a_snapshot_file_whose_rename_could_not_be_synced_is_removed(
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_any_exception_in_a_snapshot_write_leaves_the_writer_running(open_store, monkeypatch) -> None:
+async def test_any_exception_during_a_snapshot_write_leaves_the_writer_thread_running(
+    open_store, monkeypatch
+) -> None:
     clock = Clock()
     store = await open_store(monotonic=clock)
     write = snapshot_format.write
@@ -194,7 +202,9 @@ async def test_any_exception_in_a_snapshot_write_leaves_the_writer_running(open_
     assert await num_restored(store, [1, 2]) == 2
 
 
-async def test_after_any_exception_in_a_file_removal_the_cache_only_restores(open_store, monkeypatch) -> None:
+async def test_after_any_exception_in_a_file_removal_the_cache_restores_but_no_longer_saves(
+    open_store, monkeypatch
+) -> None:
     store, gate = await open_store(monotonic=Clock()), threading.Event()
     save_all(store, "a", TOKENS)
     await put(store, TOKENS, tenant="b")
@@ -342,7 +352,9 @@ async def test_a_damaged_snapshot_file_that_several_restores_read_at_once_is_cou
     assert store.stats().rejected == 1
 
 
-async def test_emptying_the_quarantine_by_hand_returns_its_space_to_the_cache(open_store, tmp_path) -> None:
+async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_cache(
+    open_store, tmp_path
+) -> None:
     """This works without stopping the worker."""
     store = await open_store()
     sessions = [[session, 1] for session in range(6)]
@@ -363,7 +375,9 @@ async def test_emptying_the_quarantine_by_hand_returns_its_space_to_the_cache(op
 
 
 @pytest.mark.parametrize("room", ["snapshots", "tmp", "quarantine"])
-async def test_a_cache_subdirectory_removed_from_a_store_is_created_again(open_store, tmp_path, room) -> None:
+async def test_a_cache_subdirectory_removed_while_a_store_runs_is_created_again(
+    open_store, tmp_path, room
+) -> None:
     store = await stored(open_store, TOKENS)
     shutil.rmtree(tmp_path / "cache" / room)
     await put(store, TOKENS, tenant="b")
@@ -387,7 +401,9 @@ def a_full_folder(path) -> None:
 
 
 @pytest.mark.parametrize("make", [a_folder, a_full_folder])
-async def test_a_folder_named_as_a_snapshot_file_is_moved_to_quarantine(open_store, tmp_path, make) -> None:
+async def test_a_folder_in_the_place_of_a_snapshot_file_is_moved_to_quarantine(
+    open_store, tmp_path, make
+) -> None:
     store = await open_store()
     path = nth_file(tmp_path, 0)
     make(path)

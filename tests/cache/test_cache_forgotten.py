@@ -27,7 +27,9 @@ TOKENS = [0x5A5A0000 + i for i in range(10)]
 OTHER = [0x6B6B0000 + i for i in range(10)]
 
 
-async def test_after_an_erase_no_file_of_the_cache_has_the_erased_tokens(open_store, tmp_path) -> None:
+async def test_after_an_erase_no_file_of_the_cache_directory_contains_the_erased_tokens(
+    open_store, tmp_path
+) -> None:
     """This includes SQLite's pages and its write-ahead log, which had the digests of the blocks."""
     store = await stored(open_store, OTHER, *([*TOKENS, i] for i in range(20)), TOKENS)
     for i in range(20):
@@ -40,7 +42,9 @@ async def test_after_an_erase_no_file_of_the_cache_has_the_erased_tokens(open_st
     assert "index.sqlite" in traces(tmp_path / "cache", OTHER)
 
 
-async def test_an_erase_removes_rows_of_an_index_that_was_locked(open_store, tmp_path, monkeypatch) -> None:
+async def test_an_erase_removes_its_index_rows_even_if_the_index_was_locked_when_the_store_opened(
+    open_store, tmp_path, monkeypatch
+) -> None:
     """The store cannot open the file then, and has its rows in memory."""
     monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, timeout=0.2))
     store = await stored(open_store, TOKENS, OTHER)
@@ -93,7 +97,9 @@ async def test_an_erase_by_logged_hashes_removes_a_file_that_the_first_erase_cou
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_an_erase_by_logged_hashes_settles_no_erases_of_other_tenants(open_store, monkeypatch) -> None:
+async def test_an_erase_by_logged_hashes_leaves_unfinished_erases_of_other_tenants_unfinished(
+    open_store, monkeypatch
+) -> None:
     store = await stored(open_store, TOKENS)
     await put(store, TOKENS, tenant="b")
     with monkeypatch.context() as patched:
@@ -104,7 +110,9 @@ async def test_an_erase_by_logged_hashes_settles_no_erases_of_other_tenants(open
     assert store.eraser._unsettled == left
 
 
-async def test_an_erase_that_times_out_still_removes_quarantined_copies(open_store, tmp_path, gate) -> None:
+async def test_an_erase_that_times_out_in_the_write_queue_still_removes_quarantined_copies_later(
+    open_store, tmp_path, gate
+) -> None:
     gate.set()
     store = await stored(open_store, TOKENS)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
@@ -144,7 +152,9 @@ async def test_after_a_failed_file_removal_later_erases_are_confirmed_once_the_f
     assert store.kv.match(store.kv.chain("a"), [*TOKENS, 7]).num_tokens == 11
 
 
-async def test_an_erase_is_not_confirmed_while_another_turn_uses_the_files(open_store, tmp_path) -> None:
+async def test_an_erase_is_not_confirmed_while_another_turn_uses_the_snapshot_files(
+    open_store, tmp_path
+) -> None:
     store = await stored(open_store, TOKENS)
     held = store.kv.hold(store.kv.chain("a"), TOKENS[:8])
     erased = await store.eraser.erase("a", pack(TOKENS), 10)
@@ -169,7 +179,9 @@ async def test_an_erase_keeps_the_full_blocks_of_the_first_tokens_that_its_calle
     assert not traces(tmp_path / "cache", TOKENS)
 
 
-async def test_an_erase_removes_quarantined_files_of_the_erased_tokens_alone(open_store, tmp_path) -> None:
+async def test_an_erase_removes_quarantined_files_of_the_erased_tokens_and_no_other_quarantined_files(
+    open_store, tmp_path
+) -> None:
     store = await stored(open_store, TOKENS, OTHER)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         flip(path)
@@ -186,7 +198,9 @@ async def test_an_erase_removes_quarantined_files_of_the_erased_tokens_alone(ope
     assert store.stats().capacity_bytes > room_before, "and no longer counts"
 
 
-async def test_the_store_notifies_its_listeners_when_snapshots_are_lost(open_store, tmp_path) -> None:
+async def test_the_store_notifies_its_listeners_when_snapshots_are_erased_or_found_damaged(
+    open_store, tmp_path
+) -> None:
     """Sessions that still have such KV on the device save it again."""
     store, heard = await stored(open_store, TOKENS, OTHER), list[str]()
     store.listen(lambda: heard.append("missing"))
@@ -212,7 +226,9 @@ async def test_an_erase_removes_a_quarantined_file_whose_header_cannot_be_read(o
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_found_damaged_after_its_erase_is_removed(open_store, tmp_path, monkeypatch) -> None:
+async def test_a_file_found_damaged_after_its_erase_is_removed_and_not_moved_to_quarantine(
+    open_store, tmp_path, monkeypatch
+) -> None:
     store = await stored(open_store, TOKENS)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         flip(path)
@@ -226,7 +242,9 @@ async def test_a_file_found_damaged_after_its_erase_is_removed(open_store, tmp_p
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_an_erase_removes_the_tokens_for_other_models_and_settings(open_store, tmp_path, lost) -> None:
+async def test_an_erase_removes_the_snapshots_of_the_same_tokens_of_other_models_and_settings(
+    open_store, tmp_path, lost
+) -> None:
     """They were made with other weights, `kv_bits` or block sizes; the index may have been lost since."""
     for changes in ({"caches": "8 bits"}, {"block_tokens": 3}, {"weights": "other"}, {}):
         await (await stored(open_store, TOKENS, OTHER, identity=identity(**changes))).close()
@@ -264,7 +282,9 @@ def test_hashes_by_which_kv_is_erased_differ_by_tenant_and_depend_on_all_precedi
     assert not marks.has(Marker("a").mark(unpack(other)), 200)
 
 
-async def test_an_erase_is_not_confirmed_while_files_of_unknown_format_remain(open_store, tmp_path) -> None:
+async def test_an_erase_is_not_confirmed_while_the_cache_has_files_of_an_unknown_format_version(
+    open_store, tmp_path
+) -> None:
     await (await stored(open_store, TOKENS, OTHER)).close()
     path = next((tmp_path / "cache" / "snapshots").iterdir())
     ours, other = f'"version":"{FORMAT_VERSION}"'.encode(), b'"version":"9"'
@@ -275,7 +295,9 @@ async def test_an_erase_is_not_confirmed_while_files_of_unknown_format_remain(op
     assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
 
 
-async def test_an_erase_syncs_the_directory_after_the_last_removal(open_store, tmp_path, monkeypatch) -> None:
+async def test_an_erase_syncs_the_directory_after_the_removal_of_the_last_file(
+    open_store, tmp_path, monkeypatch
+) -> None:
     store = await stored(open_store, TOKENS)
     inode = (tmp_path / "cache" / "snapshots").stat().st_ino
     happened, fsync, remove = [], os.fsync, Folder.remove
@@ -329,7 +351,9 @@ async def test_on_macos_an_erase_syncs_with_f_fullfsync_so_that_the_drives_cache
     assert store._opened.catalog._db.execute("PRAGMA fullfsync").fetchone() == (1,), "for SQLite's own syncs"
 
 
-async def test_an_erase_is_not_confirmed_while_the_index_has_rows(open_store, tmp_path, monkeypatch) -> None:
+async def test_an_erase_is_not_confirmed_if_the_index_could_not_remove_its_rows(
+    open_store, tmp_path, monkeypatch
+) -> None:
     store = await stored(open_store, TOKENS)
 
     def failing(*_) -> None:
@@ -349,7 +373,9 @@ async def test_an_erase_removes_unfinished_files_of_interrupted_writes(open_stor
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_erasing_a_session_of_over_a_thousand_blocks_removes_all_its_blocks(open_store, gate) -> None:
+async def test_erasing_a_session_of_more_than_a_thousand_blocks_removes_all_of_its_blocks(
+    open_store, gate
+) -> None:
     store, tokens = await open_store(identity=identity(block_tokens=2)), list(range(1100 * 2))
     kv = cut(tokens[:2], Span(0, 2))
     for start in range(0, len(tokens), 2):
@@ -360,7 +386,9 @@ async def test_erasing_a_session_of_over_a_thousand_blocks_removes_all_its_block
     assert len(store._index) == store.stats().stored == 0
 
 
-async def test_clearing_a_cache_returns_false_while_a_file_remains(open_store, tmp_path, monkeypatch) -> None:
+async def test_clearing_a_cache_returns_false_as_long_as_a_file_cannot_be_removed(
+    open_store, tmp_path, monkeypatch
+) -> None:
     store = await stored(open_store, TOKENS)
     (tmp_path / "cache" / "snapshots" / "folder").mkdir()
     assert not await store.eraser.clear(10)

@@ -121,7 +121,9 @@ def test_a_symbolic_link_to_a_valid_snapshot_file_is_rejected(path, tmp_path) ->
         ({"layout": (("0.keys", "F32", (HEADS, 99)),)}, "unlike"),
     ],
 )
-def test_an_intact_snapshot_file_of_other_tokens_model_or_layout_is_rejected(path, changes, reason) -> None:
+def test_an_intact_snapshot_file_of_other_tokens_another_model_or_another_layout_is_rejected(
+    path, changes, reason
+) -> None:
     with pytest.raises(DoubtfulSnapshotError, match=reason):
         load(path, **changes)
 
@@ -198,7 +200,9 @@ def rename_tensor(fields):
         pytest.param(lambda fields: {"__metadata__": fields["__metadata__"]}, id="no tensors"),
     ],
 )
-def test_a_snapshot_header_that_contradicts_its_content_is_rejected_despite_a_checksum(path, change) -> None:
+def test_a_snapshot_file_whose_header_contradicts_its_content_is_rejected_despite_a_valid_checksum(
+    path, change
+) -> None:
     forge(path, change)
     with pytest.raises(DoubtfulSnapshotError):
         load(path)
@@ -268,12 +272,14 @@ def test_a_snapshot_file_is_read_completely_even_if_each_system_call_returns_onl
     assert snapshot_format.prove(path) == NAME
 
 
-def test_a_snapshot_file_of_more_buffers_than_a_readv_call_accepts_is_read_whole(path, monkeypatch) -> None:
+def test_a_snapshot_file_with_more_buffers_than_one_readv_call_accepts_is_read_whole(
+    path, monkeypatch
+) -> None:
     monkeypatch.setattr(snapshot_format, "_MAX_BUFFERS", 3)
     assert_is_kv_of(load(path), TOKENS)
 
 
-def test_a_snapshot_file_is_rejected_even_if_only_a_part_that_no_restore_needs_is_damaged(
+def test_a_snapshot_file_is_rejected_even_if_only_a_part_that_the_restore_does_not_need_is_damaged(
     path,
 ) -> None:
     flip(path)

@@ -86,7 +86,9 @@ async def assert_finds_everything(open_store) -> None:
     ],
     ids=["lost", "empty", "overwritten", "cut short", "garbled", "another version"],
 )
-async def test_a_lost_or_damaged_index_is_rebuilt_from_snapshot_files(open_store, tmp_path, damage) -> None:
+async def test_a_missing_or_damaged_cache_index_is_rebuilt_from_the_snapshot_files_with_a_log_line(
+    open_store, tmp_path, damage
+) -> None:
     await stored_once(open_store)
     damage(tmp_path / "cache" / "index.sqlite")
     with capture_logs() as logs:
@@ -120,7 +122,9 @@ async def test_a_lost_or_damaged_index_is_rebuilt_from_snapshot_files(open_store
         "digest = 'text'",
     ],
 )
-async def test_an_altered_row_of_the_index_is_replaced_from_its_file(open_store, tmp_path, change) -> None:
+async def test_an_altered_row_of_the_cache_index_is_replaced_from_its_snapshot_file(
+    open_store, tmp_path, change
+) -> None:
     """SQLite itself has no checksums, so each row has one."""
     await stored_once(open_store)
     columns = "SELECT digest, parent, start, num_tokens, size_bytes, resumable, mark, proof FROM snapshot"
@@ -183,7 +187,9 @@ async def test_opening_a_store_that_cannot_read_its_files_fails_and_quarantines_
         await assert_finds_everything(open_store)
 
 
-async def test_opening_a_store_removes_and_logs_files_that_a_crash_left(open_store, tmp_path) -> None:
+async def test_opening_a_store_removes_and_logs_unfinished_files_of_an_earlier_process(
+    open_store, tmp_path
+) -> None:
     await stored_once(open_store)
     (tmp_path / "cache" / "tmp" / ("cd" * 32)).write_bytes(b"half")
     with capture_logs() as logs:

@@ -81,7 +81,9 @@ def state(cache, start, end, row=0) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array(part[row : row + 1, :, start:end]) for part in (cache.keys, cache.values))
 
 
-async def test_attention_over_restored_kv_never_reads_memory_behind_its_last_token(model, open_store) -> None:
+async def test_attention_over_restored_kv_never_reads_the_unused_array_memory_behind_its_last_token(
+    model, open_store
+) -> None:
     """That memory is undefined; here it is NaN, which would be in all results if attention read it."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     tokens = prompt(3 * BLOCK + 1)
@@ -100,7 +102,9 @@ async def test_attention_over_restored_kv_never_reads_memory_behind_its_last_tok
     assert decode(model, again, prefill(model, again, [*tokens, 9, 9]), 20) == expected
 
 
-def test_copying_kv_from_the_device_at_once_gives_the_same_kv_as_array_by_array(model, monkeypatch) -> None:
+def test_copying_kv_from_the_device_in_one_transfer_gives_the_same_kv_as_copying_array_by_array(
+    model, monkeypatch
+) -> None:
     """CUDA uses one transfer. This includes states of several dtypes."""
     caches = [*make_prompt_cache(model), ArraysCache(2)]
     prefill(model, caches[:-1], list(range(BLOCK)))
@@ -123,7 +127,7 @@ def test_copying_kv_of_tokens_that_the_layer_cache_does_not_hold_raises_an_error
         layers.cut(caches, start, end)
 
 
-def test_the_check_of_a_models_layer_caches_names_the_first_unsupported_cache_class(
+def test_the_check_of_a_models_layer_caches_returns_the_name_of_the_first_unsupported_cache_class(
     model,
 ) -> None:
     class Odd(KVCache):

@@ -44,12 +44,16 @@ def test_blocks_of_different_tenants_or_models_never_have_the_same_name(tokens, 
 
 
 @given(TOKENS, TOKENS, SIZES)
-def test_two_sessions_share_the_names_of_all_full_blocks_before_they_differ(ids, others, block) -> None:
+def test_two_sessions_share_exactly_the_names_of_the_full_blocks_before_their_first_different_token(
+    ids, others, block
+) -> None:
     assert len({*chain(ids, block)} & {*chain(others, block)}) == common(ids, others) // block
 
 
 @given(st.integers(0, 50), st.integers(0, 50), SIZES)
-def test_a_token_range_is_divided_into_full_blocks_and_a_partial_one_at_its_end(start, end, block) -> None:
+def test_a_token_range_is_divided_into_aligned_full_blocks_and_at_most_one_partial_block_at_its_end(
+    start, end, block
+) -> None:
     spans = blocks.spans(start, end, block)
     if start >= end:
         assert spans == []
@@ -145,7 +149,9 @@ def take(folder, **changes) -> Identity:
     return folder_identity(folder, **{"kv_dtype": "float32", "block_tokens": 64, **changes})
 
 
-def test_a_model_keeps_its_identity_if_its_folder_is_moved_and_its_readme_changes(folder, tmp_path) -> None:
+def test_a_model_keeps_its_identity_after_its_folder_is_moved_and_its_readme_changes(
+    folder, tmp_path
+) -> None:
     before = take(folder)
     moved = folder.rename(tmp_path / "elsewhere")
     (moved / "config.json").write_text(json.dumps({"_name_or_path": "there", "hidden_size": 8}))
@@ -186,7 +192,7 @@ def test_a_chat_template_in_any_file_does_not_change_the_identity_of_a_model(fol
     assert take(folder) != before
 
 
-def test_changing_code_dtype_block_size_policy_or_cache_classes_changes_a_models_identity(
+def test_changing_the_code_dtype_block_size_policy_or_cache_classes_changes_the_identity_of_a_model(
     folder,
 ) -> None:
     variants = [
@@ -223,7 +229,9 @@ def test_a_cached_weight_digest_is_not_used_for_a_changed_file_with_the_same_siz
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"PATH": 3}', b'{"PATH": {"a": 1}}'])
-def test_a_damaged_file_of_cached_digests_changes_no_weight_digest(folder, tmp_path, content) -> None:
+def test_a_damaged_file_of_cached_weight_digests_does_not_change_the_digest_of_the_weights(
+    folder, tmp_path, content
+) -> None:
     memo = tmp_path / "digests.json"
     weights = folder / "model-1.safetensors"
     memo.write_bytes(content.replace(b"PATH", str(weights).encode()))
@@ -231,13 +239,17 @@ def test_a_damaged_file_of_cached_digests_changes_no_weight_digest(folder, tmp_p
     assert files_digest([weights], memo=memo) == files_digest([weights])
 
 
-def test_the_digest_of_weights_is_the_same_if_no_digest_can_be_cached(folder, tmp_path) -> None:
+def test_the_digest_of_weights_is_the_same_if_the_file_of_cached_digests_cannot_be_written(
+    folder, tmp_path
+) -> None:
     (tmp_path / "file").write_text("")
     weights = [folder / "model-1.safetensors"]
     assert files_digest(weights, memo=tmp_path / "file" / "digests.json") == files_digest(weights)
 
 
-def test_weight_files_hashed_in_advance_are_not_read_a_second_time(folder, tmp_path, monkeypatch) -> None:
+def test_weight_files_hashed_in_advance_are_not_read_again_for_the_identity_of_the_model(
+    folder, tmp_path, monkeypatch
+) -> None:
     memo, read = tmp_path / "digests.json", []
     hash_weights(folder, memo)
     digest = identity._file_digest

@@ -75,7 +75,7 @@ async def test_opening_a_store_removes_the_access_of_other_system_users_to_its_f
     assert stat.S_IMODE((filled / "quarantine").stat().st_mode) == 0o700
 
 
-def test_opening_a_data_directory_removes_other_users_access_to_its_private_folders(
+def test_opening_a_data_directory_removes_the_access_of_other_system_users_to_its_private_folders(
     tmp_path,
 ) -> None:
     DataDir.open(tmp_path / "data").close()
@@ -85,7 +85,7 @@ def test_opening_a_data_directory_removes_other_users_access_to_its_private_fold
         assert open_to_others(tmp_path / "data") == ["models", "worker.lock"], "which say nothing of anybody"
 
 
-async def test_a_cache_command_with_json_prints_only_json_even_if_it_makes_a_cache_private(
+async def test_a_cache_command_with_json_prints_only_json_even_if_it_makes_the_cache_directory_private(
     filled,
 ) -> None:
     filled.chmod(0o755)
@@ -94,7 +94,9 @@ async def test_a_cache_command_with_json_prints_only_json_even_if_it_makes_a_cac
     assert "cache_closed_to_others" in said.stderr
 
 
-async def test_an_exported_archive_is_its_owners_and_never_written_through_a_link(filled, tmp_path) -> None:
+async def test_an_exported_archive_is_readable_only_by_its_owner_and_never_written_through_a_symbolic_link(
+    filled, tmp_path
+) -> None:
     target, victim = tmp_path / "all.tar", tmp_path / "victim"
     victim.write_text("mine")
     for name in (target, target.with_name("all.tar.part")):
@@ -105,7 +107,9 @@ async def test_an_exported_archive_is_its_owners_and_never_written_through_a_lin
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
 
 
-async def test_an_exported_archive_is_a_plain_tar_without_user_names(filled, tmp_path) -> None:
+async def test_an_exported_archive_is_a_plain_tar_without_extended_headers_or_user_names(
+    filled, tmp_path
+) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
     with tarfile.open(tmp_path / "all.tar", "r:") as tar:
         members = tar.getmembers()
@@ -231,7 +235,9 @@ async def test_cache_import_refuses_an_archive_member_with_a_negative_size(fille
         take(filled, tmp_path / "bad.tar")
 
 
-async def test_cache_import_stops_after_a_thousand_members_that_are_no_snapshots(filled, tmp_path) -> None:
+async def test_cache_import_stops_after_a_thousand_archive_members_that_are_not_snapshots(
+    filled, tmp_path
+) -> None:
     with tarfile.open(tmp_path / "bad.tar", "w") as tar:
         for i in range(1100):
             tar.addfile(tarfile.TarInfo(f"{i}.jpg"))

@@ -84,7 +84,7 @@ def in_tier(tmp_path: Path) -> list[Path]:
     return [path for path, name in names if "identities" not in name and "erased" not in name]
 
 
-async def test_a_store_restores_all_blocks_that_another_store_uploaded_to_the_tier(
+async def test_a_store_restores_full_and_partial_blocks_that_another_store_uploaded_to_the_remote_tier(
     open_two: Any,
 ) -> None:
     one, two = await open_two()
@@ -95,7 +95,7 @@ async def test_a_store_restores_all_blocks_that_another_store_uploaded_to_the_ti
     assert (await two.kv.find_remote(two.kv.chain("a"), TOKENS)) is None, "it has all of it now"
 
 
-async def test_a_store_fetches_from_the_remote_tier_only_the_blocks_that_it_lacks(
+async def test_a_store_fetches_from_the_remote_tier_only_the_blocks_that_it_lacks_locally(
     open_two: Any,
 ) -> None:
     one, two = await open_two()
@@ -106,7 +106,9 @@ async def test_a_store_fetches_from_the_remote_tier_only_the_blocks_that_it_lack
     assert (len(found.links), found.num_tokens) == (2, 10)
 
 
-async def test_uploading_a_full_block_removes_its_parts_from_the_tier(open_two: Any, tmp_path: Path) -> None:
+async def test_uploading_a_full_block_removes_its_partial_blocks_from_the_remote_tier(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, _ = await open_two()
     await put(one, TOKENS[:9])
     await put(one, TOKENS[:11])
@@ -150,7 +152,9 @@ async def test_an_erase_by_logged_hashes_keeps_remote_blocks_another_session_sha
 
 
 @pytest.mark.parametrize("by_note", [True, False])
-async def test_snapshots_saved_again_after_an_erase_are_uploaded_again(open_two: Any, by_note: bool) -> None:
+async def test_snapshots_saved_again_after_their_erasure_are_uploaded_to_the_remote_tier_again(
+    open_two: Any, by_note: bool
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     if by_note:
@@ -161,7 +165,9 @@ async def test_snapshots_saved_again_after_an_erase_are_uploaded_again(open_two:
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_fetches_of_one_snapshot_at_once_leave_no_temporary_file(open_two: Any, tmp_path: Path) -> None:
+async def test_two_concurrent_fetches_of_the_same_snapshots_from_the_remote_tier_leave_no_temporary_file(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
@@ -171,7 +177,9 @@ async def test_fetches_of_one_snapshot_at_once_leave_no_temporary_file(open_two:
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_an_erase_keeps_remote_blocks_declared_as_shared(open_two: Any, tmp_path: Path) -> None:
+async def test_an_erase_keeps_the_remote_block_of_the_first_tokens_if_its_caller_declares_them_as_shared(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, _ = await open_two()
     await put(one, TOKENS)
     assert (await one.eraser.erase("a", pack(TOKENS), shared=4)).settled
@@ -188,7 +196,9 @@ async def test_an_erase_removes_the_snapshots_of_all_models_from_the_remote_tier
     assert in_tier(tmp_path) == []
 
 
-async def test_a_damaged_file_of_a_tier_is_removed_and_uploaded_again(open_two: Any, tmp_path: Path) -> None:
+async def test_a_damaged_file_of_the_remote_tier_is_removed_and_uploaded_again_when_its_block_is_saved(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     for path in in_tier(tmp_path):
@@ -232,7 +242,9 @@ async def test_blocks_whose_upload_to_the_remote_tier_failed_are_uploaded_later(
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_fetch_ends_before_a_block_not_in_the_tier(open_two: Any, tmp_path: Path, tier: Tier) -> None:
+async def test_a_fetch_from_the_remote_tier_ends_before_the_first_block_that_the_tier_lacks(
+    open_two: Any, tmp_path: Path, tier: Tier
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     names = one.kv.chain("a").names(as_tokens(TOKENS))
@@ -240,7 +252,9 @@ async def test_a_fetch_ends_before_a_block_not_in_the_tier(open_two: Any, tmp_pa
     assert await fetched(two, TOKENS) == 4
 
 
-async def test_saves_and_restores_succeed_without_the_tiers_directory(open_two: Any, tmp_path: Path) -> None:
+async def test_local_saves_and_restores_succeed_after_the_remote_tiers_directory_is_removed(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     for path in (tmp_path / "tier").iterdir():
@@ -255,7 +269,9 @@ async def test_saves_and_restores_succeed_without_the_tiers_directory(open_two: 
     assert await fetched(two, [5, 6, 7, 8]) == 4
 
 
-async def test_a_tier_keeps_its_size_limit_and_evicts_last_blocks(open_store: Any, tmp_path: Path) -> None:
+async def test_a_remote_tier_stays_within_its_size_limit_by_evicting_the_last_blocks_of_sessions_first(
+    open_store: Any, tmp_path: Path
+) -> None:
     plenty = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
     one = await open_store(tmp_path / "one", tier=plenty)
     await put(one, TOKENS)
@@ -302,7 +318,9 @@ async def test_an_erase_in_a_full_remote_tier_still_removes_the_snapshots_of_oth
     assert in_tier(tmp_path) == []
 
 
-async def test_a_remote_tier_on_a_full_file_system_takes_no_snapshot(open_store: Any, tmp_path: Path) -> None:
+async def test_a_remote_tier_on_a_full_file_system_accepts_no_snapshots(
+    open_store: Any, tmp_path: Path
+) -> None:
     full = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=1 << 60)
     one = await open_store(tmp_path / "one", tier=full)
     await put(one, TOKENS)
@@ -328,7 +346,9 @@ def test_a_full_remote_tier_stops_evicting_once_a_removal_has_freed_no_space(
     assert len(in_tier(tmp_path)) == 10
 
 
-async def test_a_workers_own_cache_directory_is_refused_as_a_tier(open_store: Any, tmp_path: Path) -> None:
+async def test_a_workers_own_cache_directory_is_refused_as_a_remote_tier(
+    open_store: Any, tmp_path: Path
+) -> None:
     await open_store(tmp_path / "one")
     with pytest.raises(FileExistsError, match="a worker's own directory"):
         SharedDirectory(tmp_path / "one", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
@@ -352,7 +372,9 @@ async def test_an_encrypted_remote_tier_opens_only_with_its_key_and_its_file_nam
             SharedDirectory(tmp_path / "tier", other, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_an_erase_removes_remote_snapshots_of_unknown_policies(open_two: Any, tmp_path: Path) -> None:
+async def test_an_erase_removes_remote_snapshots_of_a_cache_policy_that_the_erasing_store_never_used(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     chain = one.kv.chain("a", Policy(4, 8))
     for span in one.kv.wanted(chain, TOKENS[:10]):
@@ -448,7 +470,9 @@ async def test_an_erase_while_a_sink_window_session_is_fetched_leaves_none_of_it
     assert len(two._index) == 0
 
 
-async def test_a_cancelled_fetch_from_a_tier_leaves_no_temporary_file(open_two: Any, tmp_path: Path) -> None:
+async def test_a_cancelled_fetch_from_the_remote_tier_leaves_no_temporary_file(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
@@ -524,7 +548,9 @@ async def test_an_erase_during_a_fetch_of_other_tokens_is_not_counted_as_a_failu
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_fetch_stores_no_blocks_of_tokens_erased_meanwhile(open_two: Any, tmp_path: Path) -> None:
+async def test_a_fetch_from_the_remote_tier_stores_no_blocks_of_tokens_that_were_erased_meanwhile(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
@@ -543,7 +569,9 @@ async def test_a_fetch_stores_no_blocks_of_tokens_erased_meanwhile(open_two: Any
     assert not list((tmp_path / "two" / "tmp").iterdir())
 
 
-async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: Any, tmp_path: Path) -> None:
+async def test_an_erase_that_times_out_is_still_completed_in_the_remote_tier_afterwards(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, _ = await open_two()
     await put(one, TOKENS)
     assert not (await one.eraser.erase("a", pack(TOKENS), timeout_s=0.0)).settled

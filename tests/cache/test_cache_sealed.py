@@ -37,7 +37,9 @@ def snapshots(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("codec", [codecs.PLAIN, KEY], ids=["plain", "sealed"])
-async def test_files_of_an_encrypted_cache_show_no_tokens_and_no_digests(open_store, tmp_path, codec) -> None:
+async def test_files_of_an_encrypted_cache_contain_no_readable_tokens_or_digests_unlike_plain_files(
+    open_store, tmp_path, codec
+) -> None:
     store = await stored(open_store, TOKENS, codec=codec)
     shown = [] if codec is KEY else ["index.sqlite-wal", "snapshots"]
     assert traces(tmp_path / "cache", TOKENS) == shown
@@ -48,7 +50,9 @@ async def test_files_of_an_encrypted_cache_show_no_tokens_and_no_digests(open_st
     assert traces(tmp_path / "cache", TOKENS) == shown
 
 
-async def test_an_encrypted_snapshot_file_with_a_changed_bit_is_quarantined(open_store, tmp_path) -> None:
+async def test_an_encrypted_snapshot_file_with_one_changed_bit_is_rejected_and_quarantined(
+    open_store, tmp_path
+) -> None:
     store = await stored(open_store, TOKENS, codec=KEY)
     first = snapshots(tmp_path / "cache")[0]
     whole = first.read_bytes()
@@ -62,7 +66,9 @@ async def test_an_encrypted_snapshot_file_with_a_changed_bit_is_quarantined(open
     assert [path.name for path in (tmp_path / "cache" / "quarantine").iterdir()] == [first.name]
 
 
-async def test_an_encrypted_snapshot_file_under_the_name_of_another_is_rejected(open_store, tmp_path) -> None:
+async def test_an_encrypted_snapshot_file_under_the_name_of_another_snapshot_is_rejected(
+    open_store, tmp_path
+) -> None:
     other = [TOKENS[1], *TOKENS[1:]]
     store = await stored(open_store, TOKENS[:4], other[:4], codec=KEY)
     one, two = snapshots(tmp_path / "cache")
@@ -77,7 +83,9 @@ async def test_an_encrypted_snapshot_file_under_the_name_of_another_is_rejected(
     assert stranger.exists(), "what has no name of this key is none of the cache's"
 
 
-def test_an_encrypted_file_with_a_chunk_missing_moved_or_added_is_rejected(tmp_path, monkeypatch) -> None:
+def test_an_encrypted_snapshot_file_with_a_chunk_missing_moved_or_added_is_rejected(
+    tmp_path, monkeypatch
+) -> None:
     """With chunks of 64 bytes, the tensors of a file are in several chunks."""
     monkeypatch.setattr(encryption, "_CHUNK", 64)
     tensors = cut(TOKENS, blocks.Span(0, 4))
@@ -108,7 +116,9 @@ GOLDEN = (
 )
 
 
-def test_an_example_of_an_encrypted_file_decrypts_only_with_its_last_chunk(tmp_path, monkeypatch) -> None:
+def test_an_example_of_an_encrypted_file_can_be_decrypted_but_not_without_its_last_chunk(
+    tmp_path, monkeypatch
+) -> None:
     """The file has a salt, two full chunks, and a partial chunk that is marked as the last."""
     monkeypatch.setattr(encryption, "_CHUNK", 32)
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
@@ -237,7 +247,9 @@ def test_a_cache_key_file_that_is_missing_or_accessible_to_other_users_is_refuse
         codec_by(tmp_path / "none")
 
 
-def test_only_an_encrypted_cache_needs_cryptography_and_names_its_extra(tmp_path, monkeypatch) -> None:
+def test_only_an_encrypted_cache_needs_cryptography_and_without_it_says_which_extra_to_install(
+    tmp_path, monkeypatch
+) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -255,7 +267,9 @@ def test_only_an_encrypted_cache_needs_cryptography_and_names_its_extra(tmp_path
         codec_by(tmp_path / "key")
 
 
-async def test_a_cache_directory_can_be_opened_after_a_crash_at_its_first_use(open_store, tmp_path) -> None:
+async def test_a_cache_directory_can_be_opened_after_a_crash_before_its_key_was_recorded(
+    open_store, tmp_path
+) -> None:
     """The record of the key is only a temporary file then."""
     (tmp_path / "cache" / "tmp").mkdir(parents=True)
     (tmp_path / "cache" / "tmp" / codecs.SEAL).write_text("AES")

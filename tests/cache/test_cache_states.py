@@ -47,7 +47,7 @@ async def restored(store, tokens) -> int:
     return found.num_tokens
 
 
-async def test_a_model_with_recurrent_states_is_restored_to_the_end_of_a_stored_snapshot(
+async def test_a_model_with_recurrent_states_is_restored_only_to_the_end_of_a_stored_snapshot(
     open_store,
 ) -> None:
     """The KV of a part of a snapshot could be used, but a state is only that of the whole snapshot."""
@@ -63,7 +63,7 @@ async def test_a_model_with_recurrent_states_is_restored_to_the_end_of_a_stored_
     assert store.kv.wanted(store.kv.chain("a"), TOKENS[:11]) == []
 
 
-async def test_recurrent_states_after_a_missing_block_can_be_restored_once_it_is_saved(
+async def test_recurrent_states_after_a_missing_block_can_be_restored_once_that_block_has_been_saved(
     open_store,
 ) -> None:
     """The second block was dropped with its state; until it is saved again, no later block is used."""
@@ -82,7 +82,9 @@ async def test_recurrent_states_after_a_missing_block_can_be_restored_once_it_is
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["catalog", "headers"])
-async def test_a_reopened_store_restores_to_states_that_were_stored(open_store, tmp_path, lost) -> None:
+async def test_a_reopened_store_restores_only_to_the_snapshots_that_contain_a_recurrent_state(
+    open_store, tmp_path, lost
+) -> None:
     store = await open_store(layout=STATEFUL)
     save(store, TOKENS, 4)
     save(store, TOKENS, 8, resumable=False)
@@ -105,7 +107,9 @@ def file_of(tmp_path, tokens, end):
     return next((tmp_path / "cache").rglob(f"{digest.hex()}.safetensors"))
 
 
-async def test_a_damaged_recurrent_state_is_a_miss_then_the_one_before_is_used(open_store, tmp_path) -> None:
+async def test_a_damaged_recurrent_state_is_a_miss_and_the_next_restore_uses_the_previous_state(
+    open_store, tmp_path
+) -> None:
     store = await open_store(layout=STATEFUL)
     for end in (4, 8, 12):
         save(store, TOKENS, end)
@@ -122,7 +126,7 @@ async def test_a_damaged_recurrent_state_is_a_miss_then_the_one_before_is_used(o
     assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 0
 
 
-async def test_a_partial_block_with_a_recurrent_state_is_removed_once_a_later_is_stored(
+async def test_a_partial_block_with_a_recurrent_state_is_removed_only_once_a_later_state_is_stored(
     open_store,
 ) -> None:
     store = await open_store(layout=STATEFUL)
@@ -161,7 +165,7 @@ def load(path, name: Name, *, state: bool = True):
     return blank.arrays()
 
 
-def test_a_snapshot_without_a_recurrent_state_is_valid_but_no_restore_can_end_there(
+def test_a_snapshot_without_a_recurrent_state_is_valid_but_a_restore_cannot_end_with_that_snapshot(
     tmp_path,
 ) -> None:
     path = tmp_path / "x.safetensors"
@@ -185,6 +189,8 @@ def test_a_snapshot_without_a_recurrent_state_is_valid_but_no_restore_can_end_th
         ((Tensor("state.2.numbers", "F32", (3, 5), state(4).data),), True),
     ],
 )
-def test_encoding_missing_or_misnamed_recurrent_states_raises_an_error(tmp_path, tensors, resumable) -> None:
+def test_encoding_a_snapshot_with_missing_or_misnamed_recurrent_state_tensors_raises_an_error(
+    tmp_path, tensors, resumable
+) -> None:
     with pytest.raises(ValueError, match="not a snapshot"):
         write(tmp_path / "x.safetensors", 4, tensors, resumable=resumable)

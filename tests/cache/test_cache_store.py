@@ -51,7 +51,9 @@ async def test_queued_snapshots_are_dropped_to_free_memory_while_the_disk_hangs(
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_a_snapshot_erased_while_its_header_is_read_is_not_matched(open_store, monkeypatch) -> None:
+async def test_a_snapshot_erased_while_its_header_is_read_is_not_added_to_the_matched_prefix(
+    open_store, monkeypatch
+) -> None:
     store, begun, go_on = await open_store(), threading.Event(), threading.Event()
     await put(store, TOKENS[:4])
 
@@ -70,7 +72,9 @@ async def test_a_snapshot_erased_while_its_header_is_read_is_not_matched(open_st
     assert store.stats().stored == store.stats().held_bytes == 0
 
 
-async def test_a_snapshot_used_by_a_turn_during_its_write_is_counted_once_on_disk(open_store, gate) -> None:
+async def test_a_snapshot_used_by_a_turn_during_its_write_is_counted_once_in_the_disk_accounting(
+    open_store, gate
+) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS[:8])
     held = store.kv.hold(store.kv.chain("a"), TOKENS[:8])
@@ -82,7 +86,7 @@ async def test_a_snapshot_used_by_a_turn_during_its_write_is_counted_once_on_dis
     assert store.stats().held_bytes == 0
 
 
-async def test_a_block_is_not_restored_if_fewer_than_a_quarter_of_its_tokens_match(
+async def test_a_block_is_not_restored_if_fewer_than_a_quarter_of_its_tokens_match_the_prompt(
     open_store,
 ) -> None:
     store = await open_store(identity=identity(block_tokens=16))
@@ -91,7 +95,7 @@ async def test_a_block_is_not_restored_if_fewer_than_a_quarter_of_its_tokens_mat
     assert (await extended(store, [0, 1, 2, 3, 99])).num_tokens == 4
 
 
-async def test_a_new_snapshot_is_dropped_if_only_snapshots_of_its_prefix_are_evictable(
+async def test_a_new_snapshot_is_dropped_if_only_snapshots_of_its_own_prefix_could_be_evicted(
     open_store,
 ) -> None:
     store = await stored(open_store, TOKENS[:4])
@@ -164,7 +168,7 @@ async def test_erasing_by_hashes_removes_a_token_sequence_but_keeps_longer_and_b
     assert await num_restored(store, tokens, "b") == length
 
 
-async def test_a_reopened_cache_reports_up_to_which_log_position_its_erasures_are_done(
+async def test_a_reopened_cache_directory_reports_up_to_which_log_position_its_erasures_are_done(
     open_store,
 ) -> None:
     store = await open_store()
@@ -175,7 +179,9 @@ async def test_a_reopened_cache_reports_up_to_which_log_position_its_erasures_ar
     assert await (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5, 2.125)
 
 
-async def test_a_cache_without_its_index_has_erased_only_up_to_its_last_use(open_store, tmp_path) -> None:
+async def test_a_cache_that_lost_its_index_reports_erasures_as_done_only_up_to_its_last_use(
+    open_store, tmp_path
+) -> None:
     """Else a worker that was away while notes expired would keep what they were to erase."""
     store = await open_store()
     save_all(store, "a", TOKENS)
@@ -213,7 +219,7 @@ async def test_a_snapshot_erased_during_the_rename_of_its_file_and_then_saved_ag
     assert_sum_rule(store)
 
 
-async def test_an_erased_block_still_in_use_by_a_turn_stays_if_the_turn_saves_the_next(
+async def test_an_erased_block_still_in_use_by_a_turn_stays_if_the_turn_saves_the_next_block(
     open_store,
 ) -> None:
     store = await stored(open_store, TOKENS[:4])
@@ -285,7 +291,7 @@ async def size_of_a_block(open_store) -> int:
     return size
 
 
-async def test_new_snapshots_are_dropped_and_counted_when_those_in_use_fill_the_disk(
+async def test_new_snapshots_are_dropped_and_counted_when_snapshots_in_use_fill_the_disk_limit(
     open_store,
 ) -> None:
     size = await size_of_a_block(open_store)
@@ -301,7 +307,9 @@ async def test_new_snapshots_are_dropped_and_counted_when_those_in_use_fill_the_
 
 
 @pytest.mark.parametrize("use", ["held", "begun with"])
-async def test_snapshots_that_a_turn_pinned_or_restored_are_evicted_last(open_store, use: str) -> None:
+async def test_snapshots_that_a_turn_pinned_or_restored_are_evicted_later_than_snapshots_not_used_since(
+    open_store, use: str
+) -> None:
     """Sessions in memory do not read their snapshots, but hold them; these must not be evicted first.
 
     Neither must those of which forks and rewound sessions use only the beginning.
@@ -320,7 +328,9 @@ async def test_snapshots_that_a_turn_pinned_or_restored_are_evicted_last(open_st
     assert [await num_restored(store, [session, 1]) for session in range(3)] == [2, 0, 2]
 
 
-async def test_quarantined_files_of_an_earlier_process_count_against_the_limit(open_store, tmp_path) -> None:
+async def test_quarantined_files_of_an_earlier_process_count_against_the_disk_limit_of_a_store(
+    open_store, tmp_path
+) -> None:
     store = await stored(open_store, [0, 1])
     size = store.stats().stored_bytes
     await store.close()
@@ -328,7 +338,9 @@ async def test_quarantined_files_of_an_earlier_process_count_against_the_limit(o
     assert (await open_store(max_bytes=size + size // 2)).stats().stored == 0
 
 
-async def test_lowering_the_disk_limit_evicts_in_small_steps_down_to_the_limit(open_store, tmp_path) -> None:
+async def test_lowering_the_disk_limit_of_a_store_evicts_snapshots_in_small_steps_down_to_the_limit(
+    open_store, tmp_path
+) -> None:
     store = await open_store()
     for session in range(100):
         save_all(store, "a", [session, 1])
@@ -357,7 +369,9 @@ async def test_lowering_the_disk_limit_evicts_in_small_steps_down_to_the_limit(o
     assert files(tmp_path) == 6, "raised, it holds more again"
 
 
-async def test_raising_the_required_free_space_removes_and_refuses_snapshots(open_store, tmp_path) -> None:
+async def test_raising_the_required_free_disk_space_of_a_running_store_removes_and_refuses_snapshots(
+    open_store, tmp_path
+) -> None:
     store = await open_store()
     for session in range(5):
         save_all(store, "a", [session, 1])
@@ -371,7 +385,9 @@ async def test_raising_the_required_free_space_removes_and_refuses_snapshots(ope
     assert save_all(store, "a", [1, 1]) == [True]
 
 
-async def test_evictions_that_free_no_disk_space_stop_until_some_is_free(open_store, monkeypatch) -> None:
+async def test_evictions_that_free_no_disk_space_stop_until_space_is_free_again(
+    open_store, monkeypatch
+) -> None:
     """APFS and btrfs keep the blocks of removed files while a snapshot of the file system has them."""
     free = 1 << 30
     monkeypatch.setattr(Folder, "free_bytes", lambda _: free)

@@ -46,7 +46,9 @@ def test_each_tokens_kv_is_written_to_disk_at_most_2_plus_log2_of_block_size_ove
     assert len(edges) <= 2 + math.isqrt(2 * block), "pieces at the end are shorter and shorter"
 
 
-async def test_saving_a_full_block_removes_partial_blocks_of_the_same_tokens(open_store, tmp_path) -> None:
+async def test_saving_a_full_block_removes_the_partial_blocks_of_the_same_tokens(
+    open_store, tmp_path
+) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     tokens = list(range(18))
     for end in (8, 12, 14, 18):
@@ -68,7 +70,9 @@ async def test_saving_a_full_block_keeps_a_partial_block_that_another_sessions_k
 
 
 @pytest.mark.parametrize("forget", [False, True])
-async def test_a_turn_can_extend_partial_blocks_that_others_replaced_or_erased(open_store, forget) -> None:
+async def test_a_turn_can_extend_partial_blocks_that_other_turns_replaced_or_erased_meanwhile(
+    open_store, forget
+) -> None:
     """The turn holds the pieces while another turn replaces them by a longer piece, or forgets them."""
     store = await open_store(identity=identity(block_tokens=LONG))
     mine = [*range(8), 8, 50]

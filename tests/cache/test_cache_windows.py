@@ -143,7 +143,7 @@ async def test_a_snapshot_file_with_the_sections_of_another_layer_layout_is_reje
     assert store.stats().rejected == 1
 
 
-async def test_sessions_under_different_policies_share_no_snapshots_and_are_erased_alike(
+async def test_sessions_under_different_cache_policies_share_no_snapshots_and_an_erase_removes_all_of_them(
     open_store,
 ) -> None:
     store = await open_store()
@@ -210,7 +210,9 @@ def shrunk(store, max_bytes) -> None:
     [LAYOUT, ModelLayout(LAYOUT.kv, reaches=(POLICY,) * 4)],
     ids=["the policy's window", "the model's window"],
 )
-async def test_a_windowed_session_larger_than_its_disk_is_saved_and_restored(open_store, layout) -> None:
+async def test_a_windowed_session_longer_than_the_disk_limit_is_saved_and_restored(
+    open_store, layout
+) -> None:
     """Every block is saved, those between sinks and window are evicted, and the whole session matches."""
     store = await limited(open_store, 8, layout=layout)
     chain = store.kv.chain("a", POLICY if layout is LAYOUT else FULL)
@@ -224,7 +226,7 @@ async def test_a_windowed_session_larger_than_its_disk_is_saved_and_restored(ope
     assert_restored(await store.kv.load(match), LIMITED, LONG)
 
 
-async def test_a_session_rewound_into_evicted_blocks_saves_them_again_and_can_be_restored(
+async def test_a_session_rewound_into_evicted_blocks_saves_those_blocks_again_and_can_be_restored(
     open_store,
 ) -> None:
     """It prefills these blocks once; after that they can be restored."""
@@ -246,7 +248,9 @@ async def test_a_session_rewound_into_evicted_blocks_saves_them_again_and_can_be
 
 
 @pytest.mark.parametrize("by_marks", [False, True])
-async def test_erasing_a_session_with_evicted_blocks_removes_all_other_blocks(open_store, by_marks) -> None:
+async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_remaining_blocks(
+    open_store, by_marks
+) -> None:
     """Also after the loss of the index, and nothing of other tokens."""
     store = await limited(open_store, 200)
     await grown(store, store.kv.chain("a", POLICY), 200)
@@ -276,7 +280,9 @@ async def test_erasing_a_session_with_evicted_blocks_removes_all_other_blocks(op
     assert there.isdisjoint(node.digest for node in found[2].nodes)
 
 
-async def test_a_session_with_evicted_blocks_can_be_listed_exported_and_pruned(open_store, tmp_path) -> None:
+async def test_a_session_with_evicted_blocks_can_be_listed_exported_imported_and_pruned(
+    open_store, tmp_path
+) -> None:
     store = await limited(open_store, 8)
     await grown(store, store.kv.chain("a", POLICY), 200)
     stored, stored_bytes = store.stats().stored, store.stats().stored_bytes
@@ -385,6 +391,8 @@ def _fail(*_) -> None:
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "3"))))
-async def test_in_random_sessions_the_match_is_the_longest_prefix_of_the_files(open_store, seed) -> None:
+async def test_in_random_sessions_the_cache_match_is_the_longest_prefix_that_the_files_on_disk_allow(
+    open_store, seed
+) -> None:
     """Also the restored KV is right, and the counters match the files."""
     await Sessions(random.Random(seed), open_store).run(50)

@@ -278,7 +278,9 @@ async def make_engine(make_model, trials):
         assert device.stop()
 
 
-def test_a_tenants_turns_are_admitted_up_to_its_memory_share_and_a_lone_turn_beyond_it() -> None:
+def test_a_tenants_turns_are_admitted_up_to_its_share_of_memory_and_a_lone_turn_may_exceed_the_share() -> (
+    None
+):
     ledger = Ledger(1000)
     admission = Admission(ledger, 300)
 
@@ -331,7 +333,7 @@ async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancel
         engine.forget(key("s"))
 
 
-async def test_a_turn_after_a_rewind_reserves_memory_for_all_kv_that_its_session_has(
+async def test_a_turn_after_a_rewind_reserves_memory_for_all_kv_that_the_session_still_holds(
     make_engine,
 ) -> None:
     """To trim its KV frees nothing."""
@@ -412,7 +414,9 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
 
 
 @pytest.mark.parametrize("sampling", first([RowSampling(1.0, seed=7), RowSampling()]), ids=["hot", "greedy"])
-async def test_when_answers_outgrow_memory_the_youngest_one_pauses(make_engine, make_model, sampling) -> None:
+async def test_when_answers_outgrow_memory_the_youngest_pauses_and_each_gets_the_same_tokens_as_alone(
+    make_engine, make_model, sampling
+) -> None:
     """Two answers of 530 tokens, in memory for 1,100 tokens, get the same tokens as alone."""
     engine = await make_engine(1100)
     await engine.run(TurnRequest(key("idle"), as_tokens(prompt(60))), lambda: False)
@@ -438,7 +442,9 @@ def held_by(engine: Engine) -> set[SessionKey]:
 
 
 @pytest.mark.parametrize("seed", first(range(3)))
-async def test_event_loop_and_device_agree_on_kv_after_random_turns(make_engine, make_model, seed) -> None:
+async def test_after_random_turns_the_event_loop_and_the_device_thread_agree_which_sessions_have_kv(
+    make_engine, make_model, seed
+) -> None:
     """Turns grow, fork, rewind, fail and are cancelled, while the device is always short of memory."""
     gc.collect()
     engine = await make_engine(2500, limit_bytes=mx.get_active_memory() + 2**19)

@@ -40,7 +40,9 @@ def push_until_over(answer: Answer, tokens: list[int]) -> list[str]:
 
 
 @given(data=st.data())
-def test_an_answer_resumed_after_any_token_has_the_same_remaining_text(tokenizer, new_answer, data) -> None:
+def test_an_answer_resumed_after_any_token_has_the_same_remaining_text_as_an_uninterrupted_one(
+    tokenizer, new_answer, data
+) -> None:
     """Resumed after any token, it has the same further text and end, and the same text if cancelled."""
     letters = [tokenizer.encode(letter, at_start=False) for letter in ("a", "b", "x", "\u00e9", "\u20ac")]
     bytes_and_ends = sorted({token for letter in letters for token in letter} | tokenizer.eos_ids)
@@ -82,7 +84,9 @@ def test_an_answer_whose_last_allowed_token_is_an_end_token_has_the_finish_reaso
     assert (len(answer.tokens), answer.finish_reason) == (2, "stop")
 
 
-def test_an_answer_that_ends_at_max_tokens_has_text_held_for_a_stop_string(tokenizer, new_answer) -> None:
+def test_an_answer_that_ends_at_max_tokens_releases_text_held_back_for_a_stop_string(
+    tokenizer, new_answer
+) -> None:
     answer = new_answer(max_tokens=3)
     texts = push_until_over(answer, tokenizer.encode("xaaa", at_start=False))
     assert texts == ["x", "", "aa"]
@@ -118,7 +122,9 @@ def num_bytes(answer: Answer) -> int:
 
 
 @pytest.mark.parametrize("closes", ["</tool_call>", ""])
-def test_an_answer_of_too_large_tool_calls_keeps_those_that_fit(calling, closes: str) -> None:
+def test_an_answer_whose_tool_calls_grow_too_large_keeps_those_that_fit_and_has_finish_reason_length(
+    calling, closes: str
+) -> None:
     """A short call is a long object in the result: its id, its type and its names."""
     text = f"<tool_call>{CALL * 60}{closes}"
     whole, _ = calling(text, 2**20)

@@ -75,7 +75,7 @@ def same(one: mx.array | None, other: mx.array | None) -> bool:
     "family",
     [pytest.param(one, marks=() if one in USUAL else pytest.mark.packaging) for one in FAMILIES],
 )
-def test_a_config_with_rope_parameters_gives_the_same_logits_as_one_with_rope_theta(
+def test_a_config_with_rope_parameters_gives_the_same_logits_as_one_with_the_older_rope_theta(
     family: str,
 ) -> None:
     usual = said(family, rope_theta=10_000.0)
@@ -93,7 +93,9 @@ def test_a_config_with_rope_parameters_gives_the_same_logits_as_one_with_rope_th
 @pytest.mark.packaging
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNROTATED])
-def test_a_rope_scaling_under_any_field_is_the_same_or_refused(family: str, scaling: dict[str, Any]) -> None:
+def test_a_rope_scaling_gives_the_same_logits_under_each_config_field_name_or_is_refused(
+    family: str, scaling: dict[str, Any]
+) -> None:
     parameters = {"rope_type": "default", "rope_theta": THETA}
     plain = said(family, rope_parameters=parameters)
     newer = said(family, rope_parameters=parameters | scaling)

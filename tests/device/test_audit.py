@@ -59,7 +59,9 @@ async def stored(opened: AbstractAsyncContextManager[Process]) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 4), ("qwen3_next", None)])
-async def test_the_kv_audit_calls_no_correct_block_wrong(make_model, open_process, kind, kv_bits) -> None:
+async def test_the_kv_audit_recomputes_restored_blocks_and_reports_no_correct_block_as_wrong(
+    make_model, open_process, kind, kv_bits
+) -> None:
     model = make_model(kind, kv_bits)
     said = await stored(open_process(model))
     async with auditing(open_process(model)) as process:
@@ -186,7 +188,9 @@ async def test_the_kv_audit_compares_a_stored_block_only_with_a_recomputation_th
         assert len(blocks) == 3
 
 
-async def test_a_kv_audit_restarts_once_no_request_runs(make_model, open_process, monkeypatch) -> None:
+async def test_a_kv_audit_that_a_request_interrupts_starts_again_once_no_request_runs(
+    make_model, open_process, monkeypatch
+) -> None:
     model = make_model("llama")
     await stored(open_process(model))
     async with auditing(open_process(model)) as process:

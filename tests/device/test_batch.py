@@ -120,7 +120,7 @@ def test_answers_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone
         np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
 
 
-def test_prompts_sharing_a_pass_with_answers_and_prompts_get_the_same_tokens_as_alone(
+def test_prompts_sharing_a_forward_pass_with_answers_and_other_prompts_get_the_same_tokens_as_alone(
     make_model,
 ) -> None:
     """One pass runs pieces of three prompts and two answers; each gets the tokens that it gets alone."""
@@ -152,7 +152,9 @@ def test_prompts_sharing_a_pass_with_answers_and_prompts_get_the_same_tokens_as_
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next", "falcon_h1", "llama4"])
-def test_a_batch_lists_the_rows_whose_cache_may_need_more_memory_in_the_next_step(make_model, kind) -> None:
+def test_a_batch_lists_the_rows_whose_kv_cache_may_need_more_memory_in_the_next_step(
+    make_model, kind
+) -> None:
     """Whether the caches of hybrids and of chunked attention will grow is unknown."""
     model = make_model(kind)
     batch = batched(model, lambda _: False)
@@ -163,7 +165,9 @@ def test_a_batch_lists_the_rows_whose_cache_may_need_more_memory_in_the_next_ste
     assert batch.growing == [255]
 
 
-def test_batch_rows_decode_apart_if_a_shared_kv_array_has_no_memory(make_model, monkeypatch) -> None:
+def test_batch_rows_decode_with_separate_kv_caches_after_memory_for_a_shared_kv_array_ran_out(
+    make_model, monkeypatch
+) -> None:
     """Not even the first row joined the pool, and later there is no room for one."""
     model, rooms = make_model("llama"), iter([True])
     batch = batched(model, lambda _: next(rooms, False))
@@ -252,7 +256,7 @@ def test_a_batching_self_test_allows_large_deviations_only_on_a_gpu_of_reduced_p
     assert batch_kinds._tolerance(model) == (batch_kinds._COARSE if is_coarse else batch_kinds._TOLERANCE)
 
 
-def test_a_model_whose_batched_logits_deviate_beyond_rounding_fails_its_self_test(
+def test_a_model_whose_batched_logits_deviate_by_more_than_rounding_fails_its_batching_self_test(
     make_model,
 ) -> None:
     model = make_model("llama")
@@ -261,7 +265,9 @@ def test_a_model_whose_batched_logits_deviate_beyond_rounding_fails_its_self_tes
     assert passed == [most / 2]
 
 
-def test_a_stored_batching_self_test_holds_only_on_its_gpu_and_system(a_gpu, monkeypatch, make_model) -> None:
+def test_a_stored_batching_self_test_result_is_used_only_on_the_same_gpu_and_system(
+    a_gpu, monkeypatch, make_model
+) -> None:
     """Another chip has other kernels, and so may have another macOS."""
     model, keys = loaded(make_model("llama")), set()
     for told in (M1, M4, M5, {**M5, "device_name": "Apple M5 Pro"}, H200):
@@ -274,7 +280,9 @@ def test_a_stored_batching_self_test_holds_only_on_its_gpu_and_system(a_gpu, mon
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{not json", '{"model": 3}', "[" * 100_000])
-def test_an_unreadable_file_of_batching_self_test_results_is_replaced(path: Path, content: str) -> None:
+def test_an_unreadable_file_of_batching_self_test_results_is_treated_as_empty_and_replaced(
+    path: Path, content: str
+) -> None:
     path.write_text(content)
     assert Trials(path, "model").way("merge", lambda: 1, 2) == 1
     assert Trials(path, "model").way("merge", never, 2) == 1
@@ -287,7 +295,9 @@ def test_a_batching_self_test_whose_stored_result_is_out_of_range_runs_again(pat
 
 
 @pytest.mark.parametrize("trial", ["share", "sketches"])
-def test_a_failing_gpu_gives_no_verdict_in_a_batching_self_test(make_model, monkeypatch, trial: str) -> None:
+def test_a_batching_self_test_in_which_the_gpu_fails_raises_the_error_and_gives_no_verdict(
+    make_model, monkeypatch, trial: str
+) -> None:
     """Otherwise a sound model would be served slowly, or without a policy, until the next start."""
     error = "[METAL] Command buffer execution failed: Impacting Interactivity (0000000e:)"
 

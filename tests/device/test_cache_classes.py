@@ -84,7 +84,9 @@ def arrays(tensors: dict[str, Any]) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS | OTHERS))
-def test_kv_copied_for_a_snapshot_has_the_tensors_of_the_models_computed_layout(build_model, kind) -> None:
+def test_kv_copied_for_a_snapshot_has_the_tensors_of_the_layout_computed_for_the_model(
+    build_model, kind
+) -> None:
     """Checked at several lengths, and in bfloat16, where parts of a state may have another type."""
     model = build_model(kind)
     if kind not in MIXTURES:
@@ -103,7 +105,9 @@ def test_kv_copied_for_a_snapshot_has_the_tensors_of_the_models_computed_layout(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PLAIN])
-def test_the_state_of_a_recurrent_layer_is_copied_and_restored_at_its_own_position(make_caches, kind) -> None:
+def test_the_state_of_a_recurrent_layer_is_copied_and_restored_only_at_its_own_token_position(
+    make_caches, kind
+) -> None:
     model, new = make_caches(kind)
     caches = new()
     run(model, caches, prompt(2 * BLOCK)[:BLOCK])
@@ -158,7 +162,7 @@ def test_restoring_recurrent_states_leaves_the_default_device_of_mlx_unchanged(m
         prove(state, BLOCK + 1)
 
 
-def test_a_snapshot_too_large_for_the_write_queue_leaves_out_states_and_then_all_kv(
+def test_a_snapshot_too_large_for_the_write_queue_leaves_out_recurrent_states_first_and_then_all_kv(
     make_caches,
 ) -> None:
     """Later blocks cannot be used without the keys and values of earlier ones."""
@@ -206,7 +210,9 @@ def test_a_turn_reserves_write_queue_space_for_its_final_recurrent_state(make_ca
 
 
 @pytest.mark.parametrize("kind", [one for one in [*CONFIGS, "llama4", "qwen3_next"] if one != "rwkv7"])
-def test_the_kv_of_a_session_takes_the_computed_bytes_at_any_length(make_model, make_rig, kind) -> None:
+def test_the_kv_of_a_session_takes_exactly_the_computed_number_of_bytes_at_any_length(
+    make_model, make_rig, kind
+) -> None:
     """Sizes are equal to the byte after prompts and answers; windows and chunks do not exceed their limit."""
     model = make_model(kind)
     size, rig, history = cache_sizes(model), make_rig(model), []
@@ -240,7 +246,9 @@ def answer(model: Any, tokens: Sequence[int], num: int) -> list[int]:
 
 
 @pytest.mark.parametrize("end", [3 * CHUNK + 1, 4 * CHUNK])
-def test_a_rewind_within_the_last_chunk_prefills_one_token_and_else_all(make_model, make_rig, end) -> None:
+def test_a_rewind_within_the_last_attention_chunk_prefills_one_token_and_a_longer_rewind_all_tokens(
+    make_model, make_rig, end
+) -> None:
     model = make_model(KIND)
     rig, context = make_rig(model), prompt(4 * CHUNK + 1)
     first = append(context)

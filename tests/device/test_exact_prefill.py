@@ -121,7 +121,7 @@ def test_the_generated_tokens_of_a_paged_session_attend_to_only_a_part_of_the_se
     assert mx.abs(found - expected).max().item() > 1e-3 * mx.abs(expected).max().item()
 
 
-def test_a_paged_prefill_raises_an_error_if_tokens_behind_the_stored_kv_are_missing(
+def test_a_paged_prefill_raises_an_error_if_tokens_between_stored_kv_and_device_kv_are_missing(
     build_model,
 ) -> None:
     model = build_model("llama", **WIDE)
@@ -133,7 +133,9 @@ def test_a_paged_prefill_raises_an_error_if_tokens_behind_the_stored_kv_are_miss
         forward([OwnPart(caches, 2 * HELD, 1)], [5])
 
 
-async def test_a_paged_prompt_with_a_damaged_stored_block_is_prefilled_from_it(model, open_process) -> None:
+async def test_a_paged_prompt_with_a_damaged_stored_block_is_prefilled_again_from_that_block_on(
+    model, open_process
+) -> None:
     tokens = prompt(50 * CHUNK)
     async with open_process(model, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
@@ -152,7 +154,9 @@ async def test_a_paged_prompt_with_a_damaged_stored_block_is_prefilled_from_it(m
     assert np.abs(np.frombuffer(bits[0], np.float32) - np.array(expected)).max() < 1e-3
 
 
-async def test_an_erase_deletes_a_quarantined_block_once_it_is_unused(model, open_process, tmp_path) -> None:
+async def test_erasing_a_session_deletes_its_quarantined_block_once_no_turn_uses_the_block(
+    model, open_process, tmp_path
+) -> None:
     tokens = prompt(50 * CHUNK)
     async with open_process(model, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
@@ -177,7 +181,9 @@ async def test_an_erase_deletes_a_quarantined_block_once_it_is_unused(model, ope
         assert list((tmp_path / "kv" / "quarantine").iterdir()) == []
 
 
-async def test_a_paged_turn_fails_if_no_kv_block_can_be_saved(model, open_process, monkeypatch) -> None:
+async def test_a_paged_turn_fails_with_the_reason_if_no_kv_block_can_be_saved_to_disk(
+    model, open_process, monkeypatch
+) -> None:
     monkeypatch.setattr(cutter, "PATIENCE_S", 0.1)
     monkeypatch.setattr(kv_lookup, "PATIENCE_S", 0.1)
     async with open_process(model, num_blocks=8) as process:
@@ -229,7 +235,9 @@ async def test_paged_prompts_have_the_logits_of_full_attention_after_rewinds_for
                 sessions[name] = [*tokens, *drawn]
 
 
-async def test_a_paged_prompt_whose_stored_kv_is_lost_changes_no_other_answer(model, open_process) -> None:
+async def test_a_paged_prompt_whose_stored_kv_is_lost_does_not_change_a_concurrent_answer(
+    model, open_process
+) -> None:
     tokens = prompt(50 * CHUNK)
     async with open_process(model, num_blocks=8) as process:
         await process.append(tokens[: 40 * CHUNK], policy=POLICY)
@@ -312,7 +320,9 @@ async def test_a_paged_turn_that_cannot_read_its_stored_kv_can_be_cancelled_or_i
                 await turn
 
 
-async def test_a_paged_prompt_with_8_bit_kv_is_close_to_full_attention(make_model, open_process) -> None:
+async def test_a_paged_prompt_with_8_bit_kv_has_nearly_the_logits_of_full_attention(
+    make_model, open_process
+) -> None:
     model, tokens, found = make_model("llama", 8), prompt(40 * CHUNK + 9), []
     for policy in (FULL, POLICY, WINDOW):
         async with open_process(model, str(policy), num_blocks=8) as process:

@@ -217,7 +217,9 @@ async def test_a_vision_model_loaded_from_any_supported_weight_file_layout_gives
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-async def test_batched_answers_about_images_and_texts_equal_those_alone(seeing, open_process, kind) -> None:
+async def test_batched_answers_about_images_and_texts_equal_those_given_alone(
+    seeing, open_process, kind
+) -> None:
     seen, one, two = seeing(kind), picture(1), picture(2, 50, 40)
     asked = {
         "two images": (seen.prompt("@ or @?", one, two), (one, two)),
@@ -239,7 +241,9 @@ async def test_batched_answers_about_images_and_texts_equal_those_alone(seeing, 
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-async def test_a_prompt_with_an_image_has_the_same_answer_if_cut_anywhere(seeing, open_process, kind) -> None:
+async def test_a_prompt_with_an_image_gets_the_same_answer_if_it_is_prefilled_in_two_parts_cut_anywhere(
+    seeing, open_process, kind
+) -> None:
     """Each cut is a session of another tenant, since sessions of one would share their KV."""
     seen, image = seeing(kind), picture(1)
     tokens, read = seen.prompt("ab@cdefg", image), Reader(seen, image)
@@ -261,7 +265,9 @@ async def test_a_prompt_with_an_image_has_the_same_answer_if_cut_anywhere(seeing
 
 
 @pytest.mark.parametrize("kind", ["lfm2_vl", "qwen3_vl"])
-async def test_prefill_after_a_restart_begins_inside_a_stored_image(seeing, open_process, kind) -> None:
+async def test_prefill_after_a_restart_begins_inside_an_image_whose_kv_was_stored_in_part(
+    seeing, open_process, kind
+) -> None:
     seen, image = seeing(kind), picture(3, 60, 50)
     tokens, read = seen.prompt("At the beginning @ then what?", image), Reader(seen, image)
     (span,) = tokens.spans
@@ -291,7 +297,9 @@ async def test_a_prompt_that_ends_inside_an_image_is_refused_by_models_that_enco
 
 
 @pytest.mark.parametrize("kind", JOINT)
-def test_prefill_continued_inside_an_image_gives_the_same_logits_as_without_a_break(seeing, kind) -> None:
+def test_prefill_continued_inside_an_image_gives_the_same_logits_as_an_uninterrupted_prefill(
+    seeing, kind
+) -> None:
     seen, image = seeing(kind), picture(1)
     tokens, model = seen.prompt("A text before @ and one behind it", image), seen.loaded.model
     (span,), vision_model = tokens.spans, seen.loaded.vision_model
@@ -328,7 +336,9 @@ async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_gets_the_same_
     assert found == seen.greedy(tokens, (image,), found)
 
 
-async def test_an_image_too_long_for_a_ring_cache_gets_a_plain_caches_answer(seeing, open_process) -> None:
+async def test_an_image_too_long_for_the_spare_room_of_a_ring_cache_gets_the_answer_of_plain_caches(
+    seeing, open_process
+) -> None:
     """Behind a text of which its first token still sees the end; rewound to, and restored."""
     seen, image = seeing("large"), picture(1, 40, 28)
     read, tokens = Reader(seen, image), seen.prompt("text" * 60 + "@?", image)
@@ -344,7 +354,7 @@ async def test_an_image_too_long_for_a_ring_cache_gets_a_plain_caches_answer(see
         assert (await run(process, tokens, 4, read))[1] == expected
 
 
-def test_a_ring_cache_written_with_an_image_keeps_the_window_before_the_image(
+def test_a_ring_cache_written_with_an_image_keeps_the_image_and_the_window_before_its_first_token(
     seeing,
 ) -> None:
     """The last layer's keys are those that follow from mlx-lm's windows, which overwrite nothing so early."""
@@ -363,7 +373,9 @@ def test_a_ring_cache_written_with_an_image_keeps_the_window_before_the_image(
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_5"])
-async def test_different_images_of_equal_token_ids_get_their_own_answers(seeing, open_process, kind) -> None:
+async def test_different_images_with_equal_token_ids_get_their_own_answers_in_one_and_in_several_sessions(
+    seeing, open_process, kind
+) -> None:
     """One after the other and back; both at once without any KV; after a restart."""
     seen, one, two = seeing(kind), picture(1), picture(2)
     asked = [(seen.prompt("It is @ here", image), (image,)) for image in (one, two, one)]
@@ -387,7 +399,9 @@ async def test_different_images_of_equal_token_ids_get_their_own_answers(seeing,
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl", "qwen3_vl", *JOINT])
-async def test_image_answers_are_equal_with_rows_one_by_one(seeing, open_process, monkeypatch, kind) -> None:
+async def test_answers_about_images_are_the_same_with_batch_rows_run_one_by_one_as_in_one_pass(
+    seeing, open_process, monkeypatch, kind
+) -> None:
     seen, image = seeing(kind), picture(1)
     asked, read = [seen.prompt(text, image) for text in ("Look: @ What?", "@ And now?")], Reader(seen, image)
     monkeypatch.setattr(batch_kinds, "_shares", lambda *_: False)
@@ -397,7 +411,9 @@ async def test_image_answers_are_equal_with_rows_one_by_one(seeing, open_process
             assert found == seen.answer(tokens, (image,), 8)[0]
 
 
-async def test_a_windowed_session_answers_about_an_image_alike_after_a_restart(seeing, open_process) -> None:
+async def test_a_windowed_session_gives_the_same_answer_about_an_image_after_a_restart(
+    seeing, open_process
+) -> None:
     """A window with room for all answers like mlx-vlm; a small one answers the same after a restart."""
     seen, image = seeing("idefics3"), picture(1)
     tokens, read = seen.prompt("Look: @ What is it?", image), Reader(seen, image)
@@ -420,7 +436,22 @@ async def test_a_vision_model_with_position_grids_or_two_way_image_attention_ref
         assert "use the policy full" in (process.engine.refusal(Policy(2, 256)) or "")
 
 
-async def test_batched_answers_after_images_of_several_sizes_equal_those_alone(seeing, open_process) -> None:
+async def test_images_with_equal_token_counts_but_different_shapes_get_their_own_answers(
+    seeing, open_process
+) -> None:
+    """Tokens, and their numbers, are the same; rows and positions differ."""
+    seen, images = seeing("qwen2_vl"), (picture(1, 48, 16), picture(1, 16, 48), picture(1, 48, 16))
+    asked = [(seen.prompt("It is @ here: @", image, image), (image, image)) for image in images]
+    assert asked[0][0].ids() == asked[1][0].ids()
+    async with open_process(seen) as process:
+        for tokens, some in asked:
+            _, found = await run(process, tokens, 6, Reader(seen, *images))
+            assert found == seen.answer(tokens, some, 6)[0]
+
+
+async def test_batched_answers_after_images_of_different_sizes_equal_those_given_alone(
+    seeing, open_process
+) -> None:
     seen, images = seeing("qwen2_vl"), [picture(i, 20 + 10 * i, 20) for i in range(4)]
     asked = [seen.prompt("@?", image) for image in images]
     read = Reader(seen, *images)
@@ -456,7 +487,9 @@ async def test_with_quantised_kv_a_different_image_gives_a_different_answer(seei
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "gemma4"])
-async def test_drafts_and_priorities_change_no_answer_about_images(seeing, open_process, kind) -> None:
+async def test_speculative_drafts_and_priorities_do_not_change_answers_about_images(
+    seeing, open_process, kind
+) -> None:
     seen, image = seeing(kind), picture(4)
     tokens, read = seen.prompt("aaaa aaaa aaaa @ aaaa aaaa", image), Reader(seen, image)
     expected = seen.answer(tokens, (image,), 24)[0]
@@ -465,7 +498,9 @@ async def test_drafts_and_priorities_change_no_answer_about_images(seeing, open_
         assert [found for _, found in await asyncio.gather(*both)] == [expected] * 2
 
 
-async def test_a_turn_whose_image_cannot_be_read_fails_and_others_complete(seeing, open_process) -> None:
+async def test_a_turn_whose_image_cannot_be_read_fails_and_concurrent_turns_complete(
+    seeing, open_process
+) -> None:
     """Files that were fine when the prompts were made."""
     seen, good, bad, other = seeing("idefics3"), picture(1), picture(2), picture(3)
     both = (("@?", (good,)), ("@@?", (good, bad)), ("no picture", ()), ("@?", (other,)))
@@ -483,7 +518,9 @@ async def test_a_turn_whose_image_cannot_be_read_fails_and_others_complete(seein
         assert (await run(process, asked[0], 6, read))[1] == found
 
 
-async def test_a_turn_cancelled_while_it_waits_for_an_image_ends(seeing, open_process) -> None:
+async def test_cancelling_a_turn_that_waits_for_an_image_ends_it_and_the_next_turn_is_answered(
+    seeing, open_process
+) -> None:
     seen, image = seeing("idefics3"), picture(1)
     tokens, asked = seen.prompt("@?", image), asyncio.Event()
 
@@ -501,7 +538,9 @@ async def test_a_turn_cancelled_while_it_waits_for_an_image_ends(seeing, open_pr
         assert (await run(process, tokens, 6, Reader(seen, image)))[1] == seen.answer(tokens, (image,), 6)[0]
 
 
-async def test_an_encoded_image_is_reused_until_a_session_with_it_is_erased(seeing, open_process) -> None:
+async def test_an_encoded_image_is_reused_by_other_sessions_until_a_session_with_that_image_is_erased(
+    seeing, open_process
+) -> None:
     seen, image = seeing("idefics3"), picture(1)
     read = Reader(seen, image)
     async with open_process(seen) as process:
@@ -575,7 +614,9 @@ async def test_an_image_too_large_for_free_memory_waits_for_room_and_is_then_ref
         assert (await run(process, text, 4, None))[1] == seen.answer(text, (), 4)[0]
 
 
-async def test_images_are_refused_without_a_processor_config(seeing, open_process, tmp_path) -> None:
+async def test_a_vision_model_without_its_processor_config_refuses_images_with_the_reason(
+    seeing, open_process, tmp_path
+) -> None:
     seen, image = seeing("idefics3"), picture(1)
     (seen.folder / "preprocessor_config.json").rename(tmp_path / "away")
     try:
@@ -639,7 +680,7 @@ def test_an_image_is_expanded_to_the_same_tokens_as_by_the_processor_of_mlx_vlm(
     assert image_processor.read(image).end - image_processor.read(image).start >= 1
 
 
-def test_a_chat_template_that_writes_fewer_or_more_images_than_there_are_raises_an_error(
+def test_a_chat_template_that_writes_fewer_or_more_images_than_the_messages_have_raises_an_error(
     seeing,
 ) -> None:
     image_processor, image = seeing("idefics3").loaded.vision_model.processor, picture(1)
@@ -667,7 +708,9 @@ def test_the_cache_fingerprint_of_an_image_depends_on_its_file_the_processor_and
     assert len(found | {image_processor.tokens(read.digest, (1, 2)).fingerprint}) == 4
 
 
-async def test_a_turn_gets_its_second_image_encoded_if_the_first_one_was_before(seeing, open_process) -> None:
+async def test_a_turn_whose_first_image_another_turn_has_encoded_still_gets_its_second_image_encoded(
+    seeing, open_process
+) -> None:
     seen, image, later = seeing("idefics3"), picture(1), picture(2)
     tokens = [seen.prompt(text, image, *rest) for text, rest in (("@?", ()), ("b @ @!", (later,)))]
     read, is_over = Reader(seen, image, later), asyncio.Event()

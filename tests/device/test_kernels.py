@@ -27,7 +27,9 @@ from worker.device import machine
 ON_CPU = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="this is the way on a CPU alone")
 
 
-def test_the_longest_draft_on_metal_is_what_the_attention_kernel_for_few_queries_takes() -> None:
+def test_the_longest_draft_on_metal_has_as_many_tokens_as_the_attention_kernel_for_few_queries_takes() -> (
+    None
+):
     assert machine._PROFILES["metal"].max_draft + 1 == metal._MOST_QUERIES
 
 
@@ -309,7 +311,7 @@ def logits(forward: Any, num: int) -> mx.array:
 
 @ON_CPU
 @pytest.mark.usefixtures("threads")
-def test_models_of_quantised_weights_or_experts_divide_no_products(
+def test_matrix_products_of_models_with_quantised_weights_or_experts_are_not_divided_among_threads(
     build_model: Callable[..., Any],
 ) -> None:
     """OpenBLAS's threads are of use there."""

@@ -48,7 +48,9 @@ def reference(model: Any, context: list[int], tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next", "llama4"])
-def test_batched_answers_have_the_same_tokens_and_logprobs_as_alone(make_model, grammar, kind) -> None:
+def test_batched_answers_have_the_same_tokens_as_alone_and_the_logprobs_of_the_models_logits(
+    make_model, grammar, kind
+) -> None:
     """Also beside rows that follow grammars."""
     model = make_model(kind)
     biased = RowSampling(
@@ -115,7 +117,9 @@ def text(tokens: list[int]) -> str:
     return b"".join(TEXTS[token] for token in tokens).decode()
 
 
-def test_speculative_decoding_under_a_grammar_accepts_drafts_but_changes_nothing(make_model, grammar) -> None:
+def test_speculative_decoding_under_a_grammar_changes_no_token_and_accepts_some_drafts(
+    make_model, grammar
+) -> None:
     model = make_model("llama")
     bias = ((1, 30.0), (4, 30.0), (6, 29.0))
     sampling = RowSampling(0.7, grammar=grammar("(a{3}b{2}){90}"), logit_bias=bias, seed=7)
@@ -144,7 +148,9 @@ def test_once_a_grammar_allows_no_more_text_only_end_tokens_are_sampled(make_mod
     assert [one.token for one in free] == [one.token for one in beside_free_rows]
 
 
-def test_an_answer_resumed_under_a_grammar_has_the_tokens_of_an_unbroken_one(make_model, grammar) -> None:
+def test_an_answer_resumed_under_a_grammar_has_the_same_remaining_tokens_as_an_uninterrupted_one(
+    make_model, grammar
+) -> None:
     sampling = RowSampling(grammar=grammar("(a{2}b{2})*"))
     whole = RowSampler(sampling, end_tokens=ENDS)
     whole.push([4, 4, 1])

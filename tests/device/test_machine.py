@@ -69,7 +69,7 @@ def a_gpu(monkeypatch) -> Any:
     return pretend
 
 
-def test_the_default_memory_limit_on_metal_is_92_percent_of_the_working_set_less_buffers(
+def test_the_default_memory_limit_on_metal_is_92_percent_of_the_working_set_minus_freed_buffers(
     a_gpu,
 ) -> None:
     a_gpu(METAL, is_metal=True)
@@ -86,7 +86,9 @@ def test_the_default_memory_limit_on_metal_is_92_percent_of_the_working_set_less
 
 
 @pytest.mark.parametrize("host", [8 * GIB, 128 * GIB])
-def test_the_default_memory_limit_on_cuda_depends_on_the_memory_of_the_gpu_alone(a_gpu, host) -> None:
+def test_the_default_memory_limit_on_cuda_depends_on_the_memory_of_the_gpu_and_not_of_the_host(
+    a_gpu, host
+) -> None:
     a_gpu(CUDA, free=host)
     assert machine.name() == "cuda"
     assert machine.default_limit().size_bytes == int(24 * GIB * 0.8) - FREED
@@ -101,7 +103,7 @@ def test_a_gpu_that_reports_memory_size_instead_of_total_memory_gets_a_default_m
     assert machine.default_limit().size_bytes == int(24 * GIB * 0.8) - FREED
 
 
-def test_on_a_gpu_that_reports_no_memory_the_worker_asks_for_the_setting_device_memory(
+def test_on_a_gpu_that_does_not_report_its_memory_the_worker_asks_for_the_setting_device_memory(
     a_gpu,
 ) -> None:
     a_gpu({"architecture": "gfx"})
@@ -232,7 +234,7 @@ def left(tmp_path: Path, own: str) -> int | None:
     return system_memory.left_bytes(tmp_path / "own", tmp_path / "fs")
 
 
-def test_free_memory_under_cgroup_v2_is_the_limit_minus_memory_that_stays_in_use(
+def test_free_memory_under_cgroup_v2_is_the_limit_minus_the_memory_that_cannot_be_reclaimed(
     tmp_path: Path,
 ) -> None:
     stat = f"anon {200 * MIB}\nfile {150 * MIB}\ninactive_file {100 * MIB}"
@@ -240,7 +242,7 @@ def test_free_memory_under_cgroup_v2_is_the_limit_minus_memory_that_stays_in_use
     assert left(tmp_path, "0::/\n") == 312 * MIB
 
 
-def test_free_memory_in_a_container_follows_the_tightest_limit_of_all_its_cgroups(
+def test_free_memory_in_a_container_follows_the_tightest_limit_of_its_cgroup_and_the_parents(
     tmp_path: Path,
 ) -> None:
     """`memory.high` (systemd's MemoryHigh) counts, too: a group that exceeds it is slowed down."""
@@ -264,7 +266,7 @@ def test_a_cgroup_v1_memory_limit_is_read_from_the_group_of_the_memory_controlle
     assert left(tmp_path, own) == 206 * MIB
 
 
-def test_in_a_container_without_its_cgroup_path_the_limit_of_the_root_group_is_used(
+def test_in_a_container_whose_cgroup_path_is_not_mounted_the_memory_limit_of_the_root_group_is_used(
     tmp_path: Path,
 ) -> None:
     files = {"memory.limit_in_bytes": 64 * MIB, "memory.usage_in_bytes": 24 * MIB}
@@ -280,13 +282,15 @@ def test_in_a_cgroup_that_exceeds_its_memory_limit_the_worker_has_0_bytes_free(t
 @pytest.mark.parametrize(
     "own", ["", "0::/\n", "nonsense\n", "0::/../../etc\n", "4:memory:/gone\n", "x" * 10_000, "0::/\0\n"]
 )
-def test_an_absent_or_unreadable_memory_limit_of_a_cgroup_means_no_limit(tmp_path: Path, own: str) -> None:
+def test_an_absent_or_unreadable_memory_limit_of_a_cgroup_is_treated_as_no_limit(
+    tmp_path: Path, own: str
+) -> None:
     group(tmp_path / "fs", {"memory.max": "max", "memory.current": "?", "memory.stat": "a b c\n\nd"})
     assert left(tmp_path, own) is None
     assert system_memory.left_bytes(tmp_path / "gone", tmp_path) is None
 
 
-def test_the_default_memory_limit_fits_what_is_left_in_the_cgroup(
+def test_the_default_memory_limit_of_the_device_does_not_exceed_the_memory_left_in_the_cgroup(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine.mx, "device_info", dict)

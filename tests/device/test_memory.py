@@ -76,7 +76,9 @@ def test_a_prompt_too_large_for_the_device_fails_and_leaves_other_sessions_intac
     assert rig.tokens(after) == alone(model, prompt(20), 4)[0]
 
 
-def test_the_device_frees_memory_for_a_restore_and_reserves_it_until_it_ends(make_rig, model) -> None:
+def test_the_device_frees_memory_for_a_restore_then_grants_and_reserves_it_until_the_restore_ends(
+    make_rig, model
+) -> None:
     limit = limit_of(8, scratch=2**20)
     rig = make_rig(model, block_tokens=64, limit_bytes=limit)
     rig.run(*(append(prompt(250, salt=i), name=f"s{i}") for i in range(7)))
@@ -108,7 +110,9 @@ def test_a_restore_larger_than_the_device_is_refused_and_idle_sessions_keep_thei
     assert after.num_reused == 19
 
 
-def test_a_second_try_of_a_restore_gets_memory_although_the_first_try_still_has_some(make_rig, model) -> None:
+def test_a_second_try_of_a_restore_gets_memory_although_the_first_try_still_has_its_reservation(
+    make_rig, model
+) -> None:
     """A damaged file ends the first try; the second one asks for memory although the first one has some."""
     rig = make_rig(model, limit_bytes=limit_of(8))
     estimator, answers = rig.device.served.estimator, queue.SimpleQueue[bool]()
@@ -135,7 +139,9 @@ def test_a_restore_without_enough_memory_waits_until_running_answers_end(make_ri
     assert answers.get(timeout=20)
 
 
-def test_long_prompts_that_do_not_fit_in_memory_together_finish_after_some_restart(make_rig, model) -> None:
+def test_long_prompts_that_do_not_fit_in_memory_together_all_finish_after_some_of_them_restart(
+    make_rig, model
+) -> None:
     """Prompts of several tenants start even if they do not fit together, so some lose their progress."""
     estimator = make_rig(model, max_batch=4).device.served.estimator
     gc.collect()
@@ -236,7 +242,7 @@ def test_estimated_scratch_memory_grows_with_the_number_of_layers_whose_arrays_a
     ],
     ids=["legacy", "nested"],
 )
-def test_the_memory_estimator_reads_sizes_from_legacy_and_nested_configs(
+def test_the_memory_estimator_reads_a_models_sizes_from_legacy_and_nested_configurations(
     config: dict[str, Any],
 ) -> None:
     assert shape_of(config) == Shape(8, 64, 512, 1024, 99)
@@ -271,7 +277,9 @@ def test_memory_of_a_step_is_reserved_for_the_longest_session_whose_kv_can_fit_i
 
 
 @pytest.mark.parametrize(("num_cached", "num_new"), [(0, 256), (512, 64), (1536, 256)])
-def test_a_prefill_step_takes_no_more_than_estimated(make_model, num_cached: int, num_new: int) -> None:
+def test_a_prefill_step_takes_no_more_memory_than_estimated(
+    make_model, num_cached: int, num_new: int
+) -> None:
     """It takes at least a fifth of the estimate: one far too high would refuse prompts that fit."""
     model = make_model("llama")
     batch, caches = batched(model), make_prompt_cache(model)

@@ -130,7 +130,9 @@ def test_batch_rows_with_merged_kv_caches_are_rolled_back_after_a_failed_step_an
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "exaone4"])
-def test_a_batch_row_with_unmerged_recurrent_or_windowed_caches_is_not_rolled_back(make_model, kind) -> None:
+def test_a_batch_row_with_unmerged_recurrent_or_windowed_caches_cannot_be_rolled_back(
+    make_model, kind
+) -> None:
     model = make_model(kind)
     batch = batched(model, where=NO_RINGS)
     batch.step([begin(model, prompt(9))])
@@ -138,7 +140,9 @@ def test_a_batch_row_with_unmerged_recurrent_or_windowed_caches_is_not_rolled_ba
     assert not batch.roll_back()
 
 
-def test_a_batch_whose_merged_kv_caches_were_dropped_is_not_rolled_back(make_model, monkeypatch) -> None:
+def test_a_batch_whose_merged_kv_caches_were_dropped_by_an_error_cannot_be_rolled_back(
+    make_model, monkeypatch
+) -> None:
     """The error occurs while another row's memory is freed; some layers lack that row already."""
     model = make_model("qwen3_next")
     batch = batched(model)
@@ -176,7 +180,9 @@ def test_batch_rows_run_one_after_the_other_if_memory_to_merge_their_kv_caches_i
         assert piece.row.caches is piece.caches
 
 
-def test_batch_rows_of_a_windowed_model_that_failed_its_test_decode_apart(make_model, monkeypatch) -> None:
+def test_batch_rows_of_a_windowed_model_that_failed_its_merging_self_test_decode_separately(
+    make_model, monkeypatch
+) -> None:
     model = make_model("exaone4")
     monkeypatch.setattr(batch_kinds, "WAYS", ({},))
     batch = batch_for(model)
@@ -256,7 +262,9 @@ def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1"])
-def test_a_batch_row_that_leaves_merged_kv_caches_keeps_no_whole_batch_in_memory(make_model, kind) -> None:
+def test_a_batch_row_that_leaves_merged_kv_caches_does_not_keep_the_whole_batch_in_memory(
+    make_model, kind
+) -> None:
     """Its arrays are copies: a view would pin the buffers of the whole batch."""
     model = make_model(kind)
     merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))
@@ -273,7 +281,9 @@ def test_a_batch_row_that_leaves_merged_kv_caches_keeps_no_whole_batch_in_memory
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1"])
-def test_a_batch_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make_model, kind) -> None:
+def test_a_batch_row_that_joins_merged_kv_caches_takes_no_more_memory_than_estimated(
+    make_model, kind
+) -> None:
     """The estimate is `joining_bytes`; a row joins only if so much memory is free."""
     model = make_model(kind)
     merged, rows = batch_kinds.merged_for(model, tried(model, NO_RINGS)), []
@@ -310,7 +320,9 @@ def test_all_rows_are_listed_as_growing_before_a_step_that_enlarges_merged_kv_ca
     ("kind", "merged_rows"),
     [*thinned(KINDS[:6], [1, 2]), *(pytest.param(kind, 1, marks=pytest.mark.soak) for kind in KINDS[6:])],
 )
-def test_batch_rows_keep_their_tokens_if_one_leaves_a_step_in_flight(make_model, kind, merged_rows) -> None:
+def test_batch_rows_with_a_step_in_flight_keep_their_tokens_when_a_row_leaves_or_its_kv_is_copied(
+    make_model, kind, merged_rows
+) -> None:
     """If a row leaves or its KV is read, the step in flight is undone and repeated with the same tokens.
 
     Windows wrap. KV that was read, and KV that left, continue alone.

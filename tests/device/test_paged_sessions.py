@@ -80,7 +80,9 @@ def _stored(caches: list[PagedCache], tokens: Span) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_paged_attention_over_chunks_from_disk_equals_full_attention_under_its_mask(model, seed: int) -> None:
+def test_paged_attention_over_chunks_read_from_disk_equals_full_attention_under_the_same_mask(
+    model, seed: int
+) -> None:
     """In every layer a token sees sinks, window, pinned chunks and recalled ones, each once, nothing else."""
     rng, num_tokens = random.Random(seed), 16 * CHUNK
     tokens, forward, caches = prompt(num_tokens, seed + 3), Forward(model), layers.make(model, POLICY)
@@ -255,7 +257,9 @@ def test_a_paged_session_reads_a_chunk_newly_matched_by_the_last_question_before
 
 
 @pytest.mark.parametrize(("page", "chunks"), [(21, [5, 8]), (22, [5, 8]), (23, [5, 6, 8]), (20, [5, 4, 8])])
-def test_a_key_match_at_a_chunks_edge_also_selects_the_neighbour_chunk(page: int, chunks: list[int]) -> None:
+def test_in_a_paged_session_a_key_match_at_the_edge_of_a_chunk_also_selects_the_neighbouring_chunk(
+    page: int, chunks: list[int]
+) -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for layer in ({page: 1.0}, {33: 0.5}):
         pages.note(mx.array([layer.get(one, 0.0) for one in range(40)]))
@@ -321,7 +325,9 @@ async def test_every_chunk_of_a_paged_session_before_the_window_is_ranked_for_re
     assert considered[-1] >= (len(tokens) - (POLICY.window or 0)) // CHUNK
 
 
-async def test_a_paged_answer_completes_without_an_evicted_chunk(model, open_process, monkeypatch) -> None:
+async def test_a_paged_answer_completes_without_a_chunk_that_is_no_longer_on_disk(
+    model, open_process, monkeypatch
+) -> None:
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in [2, 9] if c not in self.slots])
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: float(chunk in {2, 9}))
     tokens = prompt(16 * CHUNK)
@@ -336,7 +342,9 @@ async def test_a_paged_answer_completes_without_an_evicted_chunk(model, open_pro
         assert (outcome.num_prefilled, len(answer)) == (2, 12)
 
 
-async def test_a_paged_prompt_waits_for_a_slow_disk_until_all_its_kv_is_stored(model, open_process) -> None:
+async def test_a_paged_prompt_waits_for_a_slow_disk_until_all_its_kv_blocks_are_stored(
+    model, open_process
+) -> None:
     """KV leaves the device only once its write is queued."""
     tokens = prompt(20 * CHUNK)
     async with open_process(model, num_blocks=8) as process:
@@ -420,7 +428,9 @@ async def test_a_model_with_windows_shorter_than_a_block_stores_all_blocks_after
             tokens += prompt(20 * CHUNK)
 
 
-async def test_a_paged_turn_that_waits_for_writes_can_be_cancelled(model, open_process, monkeypatch) -> None:
+async def test_a_paged_turn_cancelled_while_its_blocks_wait_to_be_written_ends_at_once(
+    model, open_process, monkeypatch
+) -> None:
     """Prefill waits until all KV that has left the device is on disk."""
     monkeypatch.setattr(kv_lookup, "PATIENCE_S", 600.0)
     tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
@@ -439,7 +449,9 @@ async def test_a_paged_turn_that_waits_for_writes_can_be_cancelled(model, open_p
         may_end.set()
 
 
-def test_a_restore_without_memory_waits_for_no_turn_that_was_cancelled(model, make_rig) -> None:
+def test_a_restore_that_lacks_memory_does_not_wait_for_a_turn_that_was_cancelled_while_waiting_for_kv(
+    model, make_rig
+) -> None:
     rig = make_rig(model, block_tokens=64, room=lambda: 2**30)
     turn = append(prompt(40 * 64), policy=POLICY)
     rig.device.submit(turn)

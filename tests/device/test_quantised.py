@@ -98,7 +98,9 @@ def test_the_computed_size_of_quantised_kv_equals_the_bytes_that_its_arrays_take
         ("qwen3_next", "3*ArraysCache(2) QuantizedKVCache(32,8)"),
     ],
 )
-def test_the_setting_kv_bits_leaves_windows_and_recurrent_layers_as_is(make_model, kind, described) -> None:
+def test_the_setting_kv_bits_leaves_windowed_and_recurrent_layers_unquantised(
+    make_model, kind, described
+) -> None:
     assert layers.describe(make_prompt_cache(make_model(kind, 8))) == described
 
 
@@ -119,7 +121,9 @@ def test_kv_of_head_size_64_is_quantised_in_groups_of_64_numbers() -> None:
         ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32}, "attention cannot read quantised KV"),
     ],
 )
-def test_kv_bits_is_refused_for_models_without_quantised_kv(build_model, kind, changes, said) -> None:
+def test_the_setting_kv_bits_with_a_model_without_quantised_kv_is_refused_in_one_line(
+    build_model, kind, changes, said
+) -> None:
     model = build_model(kind, **changes)
     with pytest.raises(ModelError) as refused:
         quantise_kv(model, 8)

@@ -51,7 +51,7 @@ def open_process(open_process, make_model) -> Callable[..., AbstractAsyncContext
     return open_
 
 
-async def test_a_turn_restores_a_much_longer_prefix_instead_of_using_its_short_kv(
+async def test_a_turn_restores_a_much_longer_prefix_from_disk_instead_of_using_its_short_kv_on_the_device(
     open_process,
 ) -> None:
     async with open_process() as process:
@@ -64,7 +64,9 @@ async def test_a_turn_restores_a_much_longer_prefix_instead_of_using_its_short_k
         assert tokens == alone(process.model, long, 5)[0]
 
 
-async def test_a_turn_completes_even_if_its_snapshot_cannot_be_saved(open_process, monkeypatch) -> None:
+async def test_a_turn_completes_even_if_saving_its_snapshot_raises_an_error(
+    open_process, monkeypatch
+) -> None:
     """A turn never waits for its KV to be stored."""
     async with open_process() as process:
 
@@ -153,7 +155,9 @@ async def test_with_a_new_process_for_each_turn_only_new_tokens_are_prefilled_an
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", *CUT])
-async def test_a_rewound_session_reuses_stored_kv_or_the_last_recurrent_state(open_process, kind) -> None:
+async def test_a_rewound_session_reuses_stored_kv_or_the_last_stored_recurrent_state(
+    open_process, kind
+) -> None:
     """The device's caches cannot be trimmed. On disk there is a recurrent state at each block boundary."""
     tokens = prompt(5 * BLOCK)
     async with open_process(kind=kind) as process:
@@ -279,7 +283,9 @@ def test_a_disk_restore_skipped_as_slower_than_prefill_is_tried_again_after_50_t
     assert [rates.should_restore(64 * MIB, 1000) for _ in range(100)].index(True) > 50
 
 
-async def test_a_session_is_prefilled_if_the_disk_was_measured_as_slower(open_process, monkeypatch) -> None:
+async def test_a_session_is_prefilled_instead_of_restored_once_the_disk_was_measured_as_slower_than_prefill(
+    open_process, monkeypatch
+) -> None:
     """The first session is restored from a disk of unknown speed, which that measures."""
     monkeypatch.setattr(measured, "_LEAST_BYTES", 1)
     texts = [prompt(8 * BLOCK, salt=salt) for salt in (3, 4)]
@@ -323,7 +329,7 @@ def _is_divisible(module: Any, group: int) -> bool:
 
 
 @pytest.mark.metal
-async def test_sessions_restored_while_another_answer_runs_get_the_tokens_of_before(
+async def test_sessions_restored_while_another_answer_runs_get_the_same_tokens_as_before_the_restart(
     open_model,
 ) -> None:
     texts = [prompt(6 * BLOCK + n, salt=n + 2) for n in range(4)]

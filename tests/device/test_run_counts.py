@@ -59,7 +59,9 @@ LOST = RuntimeError("out of memory")
         ("lost gap lost gap lost gap lost", "yyyyyyn"),
     ],
 )
-def test_a_turn_restarts_until_too_many_failures_without_progress(events: str, may_start_again: str) -> None:
+def test_a_turn_is_restarted_after_device_failures_until_the_limit_of_failures_without_progress(
+    events: str, may_start_again: str
+) -> None:
     """`own`: its own prompt was in the step. `small`: later pieces are shorter. `gap`: the disk lacks KV."""
     run, said = begun(), ""
     for event in events.split():
@@ -75,7 +77,7 @@ def test_a_turn_restarts_until_too_many_failures_without_progress(events: str, m
 
 
 @pytest.mark.parametrize("num_reads", [0, 1, 3])
-async def test_a_turn_pins_its_snapshots_once_for_all_reads_until_its_end(
+async def test_a_turn_pins_its_snapshots_once_for_any_number_of_reads_and_releases_all_at_its_end(
     num_reads: int,
 ) -> None:
     held = Counter[str]()

@@ -103,7 +103,9 @@ def test_batch_rows_with_random_sampling_settings_draw_the_same_tokens_as_alone(
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
-def test_top_p_computed_on_a_few_candidates_draws_the_tokens_of_a_full_sort(monkeypatch, spread) -> None:
+def test_top_p_computed_on_a_few_candidates_draws_the_same_tokens_as_with_a_full_sort(
+    monkeypatch, spread
+) -> None:
     """In some cases the candidates suffice, in others the rest of the vocabulary is needed."""
     logits = rows(1, 8, spread=spread)
     draws = [Draw(RowSampling(1.0, top_p=0.1 + 0.1 * i, seed=i), i) for i in range(8)]
@@ -167,7 +169,7 @@ def draws(values: np.ndarray, sampling: RowSampling, num: int, seen: set[int] = 
 
 @given(st.integers(0, 10_000))
 @settings(deadline=None, max_examples=30)
-def test_at_temperature_0_the_most_likely_token_is_sampled_whatever_the_other_settings(
+def test_at_temperature_0_the_most_likely_token_is_sampled_whatever_the_other_sampling_settings_are(
     seed: int,
 ) -> None:
     values = few_logits(seed)
@@ -189,7 +191,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
-def test_sampled_tokens_follow_the_distribution_that_the_settings_define(
+def test_sampled_tokens_follow_the_distribution_that_temperature_top_p_top_k_and_min_p_define(
     sampling: RowSampling,
 ) -> None:
     """Filtered tokens are never drawn, all others as often as their probability says (chi-squared)."""
@@ -202,6 +204,23 @@ def test_sampled_tokens_follow_the_distribution_that_the_settings_define(
     # Five deviations above the mean of a chi-squared variable; the draws are the same in every run.
     degrees = max(common.sum() - 1, 1)
     assert chi_squared < degrees + 5 * np.sqrt(2 * degrees)
+
+
+@given(
+    st.integers(0, 10_000),
+    st.integers(0, SMALL),
+    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.05]),
+    st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+    st.sampled_from([0.3, 1.0, 3.0]),
+    st.sets(st.integers(0, SMALL - 1)),
+)
+def test_no_token_is_sampled_that_the_combination_of_sampling_filters_excludes(
+    seed, top_k, top_p, min_p, temperature, seen
+) -> None:
+    values = few_logits(seed)
+    sampling = RowSampling(temperature, top_p, top_k, min_p, repetition_penalty=1.5, seed=seed)
+    expected = distribution(values, sampling, seen)
+    assert expected[draws(values, sampling, 20, seen)].min() > 0
 
 
 def test_equal_logits_at_the_edge_of_top_k_leave_exactly_k_tokens() -> None:
@@ -239,7 +258,7 @@ def test_a_top_p_too_small_for_float32_leaves_only_the_most_likely_token(share: 
 
 
 @pytest.mark.parametrize("penalty", [5e-324, 1e-46, 1e-40])
-def test_the_most_likely_seen_token_is_sampled_if_the_repetition_penalty_underflows(
+def test_the_most_likely_token_seen_before_is_sampled_if_the_repetition_penalty_underflows_float32(
     penalty: float,
 ) -> None:
     values, sampling = few_logits(6), RowSampling(1e-3, repetition_penalty=penalty)

@@ -142,7 +142,9 @@ async def test_snapshots_of_an_answer_are_stored_only_after_its_tokens_are_publi
         saving.cancel()
 
 
-async def test_a_stopping_worker_stores_what_a_full_queue_had_dropped(make_model, open_process, disk) -> None:
+async def test_a_stopping_worker_stores_the_snapshots_that_a_full_write_queue_had_dropped(
+    make_model, open_process, disk
+) -> None:
     model = make_model("llama")
     async with small_queue(open_process, model) as process:
         said = await answered(process, disk)
@@ -283,7 +285,9 @@ async def test_kv_of_idle_sessions_is_not_copied_for_saving_until_a_full_disk_ha
         assert len(copied) == 1
 
 
-async def test_saving_kv_of_an_idle_session_evicts_only_what_is_older(make_model, open_process) -> None:
+async def test_saving_missing_kv_of_an_idle_session_evicts_only_snapshots_that_were_used_earlier(
+    make_model, open_process
+) -> None:
     """The disk has room for two of four idle sessions: each would evict another's KV without end."""
     prompts = {name: [number, *PROMPT] for number, name in enumerate("abcd", 1)}
     async with open_process(make_model("llama")) as process, saved(process):
@@ -302,7 +306,9 @@ async def test_saving_kv_of_an_idle_session_evicts_only_what_is_older(make_model
         assert store.stats().durable - num_durable < 3, "sessions that were used earlier were saved again"
 
 
-async def test_the_saving_task_survives_a_session_without_its_early_kv(make_model, open_process) -> None:
+async def test_the_task_that_saves_snapshots_survives_a_session_whose_early_kv_has_left_the_device(
+    make_model, open_process
+) -> None:
     policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))
     async with open_process(make_model("llama"), num_blocks=64) as process:
         await process.engine.run(TurnRequest(key("s"), long, policy=policy), lambda: False)

@@ -139,7 +139,7 @@ def test_short_answers_of_one_tenant_do_not_take_the_batch_rows_of_other_tenants
 
 
 @pytest.mark.parametrize("num_refused", range(4))
-def test_choosing_a_step_again_with_smaller_pieces_keeps_the_rotation_of_tenants(
+def test_choosing_a_step_again_with_smaller_prefill_pieces_does_not_change_the_rotation_of_tenants(
     num_refused: int,
 ) -> None:
     """When memory is short, a step is chosen again with smaller pieces of the same prompts."""

@@ -35,7 +35,9 @@ def test_a_new_session_copies_the_kv_of_the_common_prefix_from_an_idle_session(m
     assert rig.tokens(turn) == alone(model, with_end(9, 6), 8)[0]
 
 
-def test_a_session_whose_whole_prompt_another_session_has_prefills_its_last_token(make_rig, model) -> None:
+def test_a_session_whose_whole_prompt_is_in_another_sessions_kv_still_prefills_its_last_token(
+    make_rig, model
+) -> None:
     """Its answer is drawn from this token's logits."""
     rig = make_rig(model)
     rig.run(generate(with_end(4, 5), 6, name="a"))
@@ -45,7 +47,9 @@ def test_a_session_whose_whole_prompt_another_session_has_prefills_its_last_toke
     assert rig.tokens(turn) == alone(model, COMMON, 8)[0]
 
 
-def test_of_several_sessions_that_start_together_one_prefills_their_common_prefix(make_rig, model) -> None:
+def test_of_several_sessions_that_start_together_only_one_prefills_their_common_prefix(
+    make_rig, model
+) -> None:
     rig = make_rig(model)
     turns = [generate(with_end(7, 5), 8, name="a")]
     turns += [shared(name, with_end(4 + i, 6 + i), 8, "a") for i, name in enumerate("bcd")]
@@ -55,7 +59,9 @@ def test_of_several_sessions_that_start_together_one_prefills_their_common_prefi
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_a_new_session_copies_the_kv_of_a_common_prompt_from_a_running_answer(make_rig, model) -> None:
+def test_a_new_session_copies_the_kv_of_the_common_prompt_from_a_session_whose_answer_runs(
+    make_rig, model
+) -> None:
     """Several answers run, so that their KV is in the slots of a pool."""
     rig = make_rig(model)
     turns = [generate(with_end(i, 5 + i), 60, name=f"r{i}") for i in range(4)]
@@ -71,7 +77,9 @@ def test_a_new_session_copies_the_kv_of_a_common_prompt_from_a_running_answer(ma
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
-def test_sessions_prefill_a_shared_prefix_themselves_if_its_source_fails(make_rig, model, ending) -> None:
+def test_sessions_waiting_for_a_shared_prefix_prefill_the_prefix_themselves_if_the_source_turn_fails(
+    make_rig, model, ending
+) -> None:
     rig = make_rig(model)
     calls = iter(range(100))
     model.holds = lambda tokens: next(calls) == 1
@@ -92,7 +100,9 @@ def test_sessions_prefill_a_shared_prefix_themselves_if_its_source_fails(make_ri
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_a_waiting_turn_with_an_invalid_token_that_is_cancelled_ends_only_once(make_rig, model) -> None:
+def test_cancelling_a_turn_that_waits_for_a_shared_prefix_and_has_an_invalid_token_ends_it_only_once(
+    make_rig, model
+) -> None:
     rig = make_rig(model)
     model.holds = lambda tokens: True
     first = generate(with_end(7, 5), 8, name="a")

@@ -113,7 +113,9 @@ def test_a_draft_model_changes_no_token_of_an_answer_and_lowers_the_number_of_st
     assert found.saved_s > 0
 
 
-def test_batch_rows_that_draft_together_get_the_tokens_of_rows_without(make_model, draft_model) -> None:
+def test_batch_rows_in_a_shared_kv_array_draft_together_and_get_the_same_tokens_as_without_drafts(
+    make_model, draft_model
+) -> None:
     """Drafts have any length. A row leaves, the pool gets full, and answers reach their limits."""
     model, samplings = make_model("llama"), [GREEDY, SAMPLED, GREEDY, PENALISED, SAMPLED]
     contexts = [prompt(110 + 7 * i, salt=i) for i in range(len(samplings))]
@@ -136,7 +138,9 @@ def test_batch_rows_that_draft_together_get_the_tokens_of_rows_without(make_mode
     assert batch.speculation.num_accepted > 0.3 * batch.speculation.num_drafted > 30
 
 
-def test_the_next_answer_reuses_the_kv_of_the_draft_model(make_model, draft_model, monkeypatch) -> None:
+def test_the_next_answer_of_a_session_reuses_the_kv_of_the_draft_model(
+    make_model, draft_model, monkeypatch
+) -> None:
     """The draft model runs only new tokens, and trims KV of tokens that differ."""
     model, drafter, runs = make_model("llama"), draft_model(), []
     run = drafter._run
@@ -178,7 +182,9 @@ def test_batch_rows_beyond_the_limit_of_sessions_with_draft_model_kv_decode_with
     assert len(drafter._shadows) == 1
 
 
-def test_the_draft_models_kv_of_a_long_answer_stays_short(make_model, draft_model, monkeypatch) -> None:
+def test_the_draft_models_kv_of_a_long_answer_is_rebuilt_from_recent_tokens_to_stay_short(
+    make_model, draft_model, monkeypatch
+) -> None:
     monkeypatch.setattr(models, "MOST_HELD", 96)
     monkeypatch.setattr(models, "BEGUN", 32)
     model, drafter = make_model("llama"), draft_model(off=0.0)
@@ -221,7 +227,9 @@ class SameTokens:
         return True
 
 
-def test_a_draft_model_is_refused_for_a_target_model_with_untrimmable_caches(make_model, tmp_path) -> None:
+def test_a_draft_model_is_refused_for_a_target_model_whose_caches_cannot_be_trimmed(
+    make_model, tmp_path
+) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     model, draft = (
         replace(loaded(make_model(kind)), tokenizer=SameTokens(), folder=tmp_path)  # type: ignore[arg-type]
@@ -297,7 +305,7 @@ def test_prompt_lookup_drafts_further_repetitions_if_the_session_ends_in_a_repet
 
 
 @given(st.lists(st.integers(0, 3), min_size=NGRAM, max_size=60))
-def test_prompt_lookup_finds_the_latest_earlier_occurrence_of_the_last_tokens(
+def test_prompt_lookup_finds_the_latest_earlier_occurrence_of_the_last_tokens_at_any_position(
     tokens: list[int],
 ) -> None:
     places = [at for at in range(NGRAM, len(tokens)) if tokens[at - NGRAM : at] == tokens[-NGRAM:]]

@@ -25,7 +25,9 @@ def learned(token_s: float, row_s: float, *, stall_s: float = 0.25, most: int = 
     return pace
 
 
-def test_a_prompt_alone_gets_smaller_pieces_once_a_long_context_makes_each_too_slow() -> None:
+def test_a_prompt_that_runs_alone_gets_smaller_prefill_pieces_once_a_long_context_makes_each_too_slow() -> (
+    None
+):
     """As on a Mac: 1,024 tokens of a short context take 1 s, and of a context of 100,000 tokens 10 s."""
     pace = PrefillBudget(0.25, 1024, alone_s=2.0)
     pace.learn(0, 1024, 1.0)
@@ -54,7 +56,9 @@ def test_a_prefill_piece_that_was_too_long_for_the_device_halves_all_later_piece
     assert PrefillBudget(0.25, 1024).shrink(8) is False
 
 
-def test_halved_prefill_pieces_grow_after_many_quick_ones_and_slower_after_each_failure() -> None:
+def test_halved_prefill_pieces_grow_again_after_many_quick_pieces_and_more_slowly_after_each_failure() -> (
+    None
+):
     """What made them too long, such as another program on the GPU, may be over."""
     pace = PrefillBudget(0.25, 1024)
 
@@ -88,7 +92,7 @@ def test_prefill_pieces_take_the_part_of_the_step_time_limit_that_running_answer
 
 
 @pytest.mark.parametrize("before_s", [None, 0.3], ids=["nothing", "a hiccup"])
-def test_prefill_pieces_grow_to_the_time_limit_even_if_every_step_has_one(
+def test_prefill_pieces_grow_until_steps_reach_the_time_limit_even_if_all_steps_prefill_a_prompt(
     before_s: float | None,
 ) -> None:
     """Prompts in every step leave no step from which to learn the time of answers alone."""
@@ -150,7 +154,9 @@ def turns() -> list[DeviceTurn]:
 
 
 @pytest.mark.parametrize("why", ["a restore is under way", "the disk has it"])
-def test_a_step_postponed_for_lack_of_memory_changes_no_order_and_age_of_turns(estimator, why: str) -> None:
+def test_a_step_postponed_for_lack_of_memory_does_not_change_order_and_age_of_waiting_turns(
+    estimator, why: str
+) -> None:
     room, scheduler, untouched = IdleKv(estimator), Scheduler(4, BLOCK), Scheduler(4, BLOCK)
     chooser = chooser_of(scheduler, room)
     some = turns()
@@ -171,7 +177,9 @@ def test_a_step_postponed_for_lack_of_memory_changes_no_order_and_age_of_turns(e
     assert {turn.request.priority for turn, _ in expected.prefill} == {1}
 
 
-def test_the_time_limit_of_a_waiting_prompt_restarts_after_each_step(estimator, monkeypatch) -> None:
+def test_the_time_limit_of_a_prompt_that_waits_for_memory_restarts_after_each_step_that_ran(
+    estimator, monkeypatch
+) -> None:
     now_s, starved = [0.0], list[Any]()
     monkeypatch.setattr(step_chooser, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     room, scheduler = IdleKv(estimator), Scheduler(4, BLOCK)
@@ -190,7 +198,9 @@ def test_the_time_limit_of_a_waiting_prompt_restarts_after_each_step(estimator, 
     assert chooser.choose().hopeless is not None
 
 
-def test_if_memory_is_short_a_prompt_that_waits_for_the_disk_is_not_failed(estimator, monkeypatch) -> None:
+def test_if_memory_is_short_the_prompt_that_could_run_is_failed_and_not_one_that_waits_for_the_disk(
+    estimator, monkeypatch
+) -> None:
     monkeypatch.setattr(step_chooser, "PATIENCE_S", 0.0)
     scheduler, (waiting, other) = Scheduler(4, BLOCK), turns()[1:3]
     chooser = chooser_of(scheduler, IdleKv(estimator), behind=[waiting])
@@ -202,7 +212,7 @@ def test_if_memory_is_short_a_prompt_that_waits_for_the_disk_is_not_failed(estim
     assert hopeless[0] is other
 
 
-def test_a_device_step_that_took_more_memory_than_estimated_raises_the_next_estimates(
+def test_a_device_step_that_took_more_memory_than_estimated_raises_later_estimates_for_a_while(
     estimator,
 ) -> None:
     room, scheduler = IdleKv(estimator), Scheduler(4, BLOCK)

@@ -14,7 +14,9 @@ from cache.names.blocks import Span
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from worker.batch.row_sampler import RowSampling
-from worker.device.request import TurnRequest
+from worker.batch.rows import PrefillPiece
+from worker.device.request import NoMemoryError, TurnRequest
+from worker.device.runner import Runner
 from worker.device.turn import (
     DeviceTurn,
     FaultedTurn,
@@ -69,7 +71,9 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     assert turn.request.answer.finish_reason == "length"
 
 
-def test_a_resumed_answer_has_its_published_tokens_then_those_of_a_whole_answer(make_rig, model) -> None:
+def test_a_resumed_answer_has_its_published_tokens_and_then_those_of_an_uninterrupted_answer(
+    make_rig, model
+) -> None:
     """Tokens published before a crash are not drawn again; the draws after them do not change."""
     sampling = RowSampling(0.9, seed=5)
     whole, _ = alone(model, prompt(11), 12, sampling)
@@ -85,7 +89,9 @@ def test_a_resumed_answer_has_its_published_tokens_then_those_of_a_whole_answer(
     assert after.num_reused == 22
 
 
-def test_snapshots_are_made_of_prompt_blocks_answer_blocks_and_the_partial_block(make_rig, model) -> None:
+def test_snapshots_are_made_of_requested_prompt_blocks_all_answer_blocks_and_the_last_partial_block(
+    make_rig, model
+) -> None:
     """Each span is copied as soon as its KV is complete."""
     rig = make_rig(model, room=lambda: 2**30)
     turn = append(prompt(31), spans=[Span(8, 16)])
@@ -119,7 +125,9 @@ def test_snapshots_are_made_of_prompt_blocks_answer_blocks_and_the_partial_block
         ((16, 20), (24, 31)),
     ],
 )
-def test_the_snapshot_of_an_answers_last_block_replaces_shorter_pieces(make_rig, model, edges, cut) -> None:
+def test_the_snapshot_of_an_answers_last_block_has_only_new_tokens_or_replaces_shorter_pieces(
+    make_rig, model, edges, cut
+) -> None:
     """Stored pieces of the block stay, except those that are not longer than the new piece."""
     rig = make_rig(model, room=lambda: 2**30)
     rig.run(append(prompt(27)))
@@ -140,7 +148,9 @@ def test_kv_for_snapshots_is_copied_later_if_the_write_queue_is_full_at_first(ma
     assert rig.cuts(turn) == [*((start, start + 8) for start in range(0, 56, 8)), (56, 59)]
 
 
-def test_snapshots_that_the_event_loop_has_not_yet_received_count_against_the_queue(make_rig, model) -> None:
+def test_snapshots_that_the_event_loop_has_not_yet_received_count_against_the_write_queue(
+    make_rig, model
+) -> None:
     """It would have to drop those for which there is no room."""
     rig = make_rig(model, room=lambda: room_bytes)
     room_bytes = 3 * rig.device.kv(FULL).snapshot(8, at=8)
@@ -153,7 +163,9 @@ def test_snapshots_that_the_event_loop_has_not_yet_received_count_against_the_qu
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode alone", "decode in a batch"])
-def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_alone(make_rig, model, phase) -> None:
+def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_other_turns(
+    make_rig, model, phase
+) -> None:
     """Their KV is dropped. Other turns continue, and later turns of the same sessions succeed."""
     rig = make_rig(model)
     bystander = generate(prompt(12, salt=4), 40, name="bystander")
@@ -184,7 +196,37 @@ def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_alone(make_rig,
     assert [turn.num_reused for turn in again] == [0] * len(again)
 
 
-def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_all_is_prefilled(make_rig, model) -> None:
+def test_a_prompt_that_fails_to_start_fails_alone_and_the_other_turns_of_its_step_complete(
+    make_rig, model, monkeypatch
+) -> None:
+    """Prompts and answers in the same step continue."""
+    piece = Runner._piece
+
+    def cut(runner: Runner, turn: DeviceTurn, num_tokens: int) -> PrefillPiece:
+        if turn.request.key.session == "doomed":
+            raise NoMemoryError("no room")
+        return piece(runner, turn, num_tokens)
+
+    monkeypatch.setattr(Runner, "_piece", cut)
+    rig = make_rig(model)
+    names = ("first", "doomed", "second")
+    turns = [generate(prompt(7, salt=n), 40, name=name) for n, name in enumerate(names)]
+    seen = iter(range(1000))
+    model.holds = lambda _: next(seen) == 0
+    rig.device.submit(turns[0])
+    assert model.arrived.acquire(timeout=20)
+    for turn in turns[1:]:
+        rig.device.submit(turn)
+    model.go_on.release()
+    rig.finish(*turns)
+    assert isinstance(rig.end(turns[1]), FaultedTurn)
+    for turn in (turns[0], turns[2]):
+        assert rig.tokens(turn) == alone(model, turn.request.context, 40)[0]
+
+
+def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_the_prompt_is_prefilled(
+    make_rig, model
+) -> None:
     rig = make_rig(model)
     turn = append(prompt(20), restored={"0.keys": mx.zeros((1, 2, 8, 8))}, num_restored=8)
     rig.run(turn)
@@ -211,7 +253,9 @@ def test_idle_sessions_take_less_than_four_times_the_kv_memory_that_they_report(
     assert rig.tokens(after) == alone(model, prompt(5), 300)[0]
 
 
-def test_a_turn_does_not_reuse_kv_of_other_tokens_that_a_cancelled_turn_left(make_rig, model) -> None:
+def test_a_turn_does_not_reuse_kv_of_other_tokens_that_a_cancelled_turn_left_in_its_session(
+    make_rig, model
+) -> None:
     """The turn was submitted before an abandoned one of the same session had ended with other tokens."""
     rig = make_rig(model)
     rig.run(append(prompt(20, salt=5)))
@@ -220,7 +264,9 @@ def test_a_turn_does_not_reuse_kv_of_other_tokens_that_a_cancelled_turn_left(mak
     assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]
 
 
-def test_a_prompt_with_a_token_outside_the_vocabulary_fails_and_other_turns_complete(make_rig, model) -> None:
+def test_a_prompt_with_a_token_outside_the_vocabulary_fails_and_a_concurrent_turn_completes(
+    make_rig, model
+) -> None:
     rig = make_rig(model)
     bad, good = append([*prompt(9), 10**6, 1]), generate(prompt(20), 4, name="other")
     rig.run(bad, good)

@@ -236,7 +236,9 @@ def test_an_answer_with_nan_or_infinite_logits_fails_and_a_concurrent_answer_com
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_a_prompt_whose_embedding_is_nan_fails_and_other_turns_complete(make_rig, build_model, kind) -> None:
+def test_a_prompt_whose_embedding_is_nan_fails_and_concurrent_turns_complete(
+    make_rig, build_model, kind
+) -> None:
     """An answer that runs and a prompt of the same step complete."""
     model = build_model(kind, tie_word_embeddings=False)
     rig = make_rig(model)

@@ -42,7 +42,9 @@ def test_the_kv_of_a_windowed_session_stays_at_the_size_of_its_sinks_and_window(
     assert rig.device.kv(POLICY).held(10**6) == (23 + SLACK) * per_token
 
 
-def test_windowed_rows_join_a_shared_kv_array_once_and_never_move(make_model, make_rig, monkeypatch) -> None:
+def test_batch_rows_of_windowed_sessions_join_a_shared_kv_array_once_and_never_move_to_another(
+    make_model, make_rig, monkeypatch
+) -> None:
     joined: list[int] = []
     join = Pool.join
     monkeypatch.setattr(Pool, "join", lambda pool, caches: joined.append(pool.capacity) or join(pool, caches))
@@ -64,7 +66,9 @@ def test_a_restored_ring_cache_leaving_a_shared_kv_array_claims_no_tokens_that_i
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_a_windowed_quantised_prompt_gives_the_same_tokens_in_pieces(make_model, make_rig, kv_bits) -> None:
+def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_prefilled_in_pieces_as_at_once(
+    make_model, make_rig, kv_bits
+) -> None:
     """Its KV has the size of the codes, and of a scale and a bias for each group."""
     rig = make_rig(make_model("llama", kv_bits))
     context = prompt(300)
@@ -126,7 +130,9 @@ def test_ring_cache_attention_over_any_split_of_the_prompt_equals_attention_with
 
 
 @pytest.mark.parametrize("far", [10_000_000, 9_999_990, 2**31 // 4096 * 4096 - 100])
-def test_windowed_logits_at_position_ten_million_equal_those_at_ten_thousand(make_model, far: int) -> None:
+def test_windowed_logits_at_position_ten_million_equal_those_at_position_ten_thousand(
+    make_model, far: int
+) -> None:
     model = make_model("llama")
     logits = []
     for start in (10_000, far):

@@ -144,7 +144,9 @@ def test_white_space_in_the_arguments_of_a_tool_call_is_kept() -> None:
         ('[TOOL_CALLS]bash{"command": "ls"}', [("bash", {"command": "ls"})]),
     ],
 )
-def test_a_mistral_tool_call_names_an_offered_tool_and_has_object_arguments(text: str, wanted: Any) -> None:
+def test_a_mistral_tool_call_is_parsed_only_if_it_names_an_offered_tool_and_has_object_arguments(
+    text: str, wanted: Any
+) -> None:
     assert calls_in("mistral_args", text) == wanted
     assert calls_in("mistral", text) == wanted
     if wanted:
@@ -175,7 +177,7 @@ def test_a_mistral_tool_call_keeps_its_id_unless_an_earlier_call_has_the_same_id
         "bash",
     ],
 )
-def test_python_syntax_other_than_calls_with_keyword_arguments_is_no_tool_call(
+def test_python_syntax_other_than_calls_with_keyword_arguments_is_not_parsed_as_a_tool_call(
     text: str,
 ) -> None:
     assert calls_in("pythonic", f"<|tool_call_start|>[{text}]<|tool_call_end|>") == []
@@ -185,7 +187,7 @@ def test_python_syntax_other_than_calls_with_keyword_arguments_is_no_tool_call(
     "argument",
     [r"'\U00110000', timeout=1", r"'\UFFFFFFFF', timeout=1", pytest.param("[" * 5000, id="nested")],
 )
-def test_a_pythonic_call_is_parsed_although_an_argument_of_the_next_has_no_value(
+def test_a_pythonic_call_is_parsed_although_the_argument_of_the_next_call_cannot_be_evaluated(
     argument: str,
 ) -> None:
     text = f"<|tool_call_start|>[clock(), bash(command={argument})]<|tool_call_end|>"
@@ -238,14 +240,18 @@ def test_json_tool_calls_with_raw_line_breaks_in_strings_or_arguments_as_a_json_
     ],
 )
 @pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
-def test_a_json_object_without_an_offered_tool_or_arguments_is_shown_as_text(family: str, text: str) -> None:
+def test_a_json_object_without_an_offered_tool_name_or_arguments_object_is_shown_as_text(
+    family: str, text: str
+) -> None:
     assert calls_in(family, text) == []
     assert not outcome(splitter(family, tools=TOOLS), text)[3], "nor a malformed one"
 
 
 @pytest.mark.parametrize("family", ["llama_bare", "generic", "json_tools"])
 @pytest.mark.parametrize("around", ["{}", "```json\n{}\n```", "```\n{}\n```\n", "\n {} \n", "```json\n{}"])
-def test_a_json_object_without_markers_is_a_call_only_if_it_is_all(family: str, around: str) -> None:
+def test_a_json_object_without_call_markers_is_a_tool_call_only_if_it_is_the_whole_answer(
+    family: str, around: str
+) -> None:
     body = json.dumps({"name": "bash", "arguments": {"command": "echo '```' \n"}}, indent=2)
     text = around.replace("{}", body)
     assert calls_in(family, text) == [("bash", {"command": "echo '```' \n"})]
@@ -326,7 +332,9 @@ def test_every_tool_parser_of_mlx_lm_has_a_turnkeep_call_format_with_the_same_ma
         assert markup_of("tools", set(), name).calls == (module.tool_call_start, module.tool_call_end), name
 
 
-def test_the_tool_parser_named_in_a_model_folder_selects_its_format(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_tool_parser_named_in_a_model_folder_selects_the_call_format(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "named"
     shutil.copytree(tiny_model, folder)
     template = "{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -397,7 +405,9 @@ def test_the_chat_template_type_of_a_model_selects_a_template_of_mlx_lm_or_is_re
         ("browser.search", []),
     ],
 )
-def test_in_the_harmony_format_only_offered_functions_are_parsed_as_calls(to: str, wanted: Any) -> None:
+def test_in_the_harmony_format_only_calls_of_offered_functions_are_parsed_as_tool_calls(
+    to: str, wanted: Any
+) -> None:
     text = f'<|channel|>commentary to={to} <|constrain|>json<|message|>{{"command": "ls"}}<|call|>'
     assert calls_in("harmony", text) == wanted
     if not wanted:
@@ -591,7 +601,9 @@ def test_a_tool_call_argument_is_converted_to_the_type_of_its_schema_only_if_the
     ],
     ids=repr,
 )
-def test_a_tool_call_argument_as_text_has_the_type_of_its_schema(text: str, schema: Any, wanted: Any) -> None:
+def test_a_tool_call_argument_written_as_plain_text_is_parsed_as_the_type_of_its_schema(
+    text: str, schema: Any, wanted: Any
+) -> None:
     found = fitted(text, schema, is_text=True)
     assert (found, type(found)) == (wanted, type(wanted))
 
@@ -626,7 +638,9 @@ PATH_OF_FILES = {
     ],
     ids=repr,
 )
-def test_an_argument_that_fits_its_schema_or_cannot_be_checked_is_accepted(value: Any, schema: Any) -> None:
+def test_a_tool_call_argument_that_fits_its_schema_or_cannot_be_checked_is_accepted_unchanged(
+    value: Any, schema: Any
+) -> None:
     assert fitted(value, schema) == value
 
 
@@ -669,7 +683,9 @@ def test_converting_an_argument_to_a_schema_that_forbids_it_raises_an_error(valu
         fitted(value, schema)
 
 
-def test_a_recursive_schema_is_checked_at_every_depth_and_an_endless_one_refuses_any_call() -> None:
+def test_a_recursive_argument_schema_is_checked_at_every_depth_and_an_endless_schema_refuses_any_call() -> (
+    None
+):
     tree = {"type": "object", "properties": {"of": {"$ref": "#/$defs/tree"}, "n": WHOLE}}
     parameters = {"properties": {"x": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}}
     offered = OfferedTools([{"function": {"name": "f", "parameters": parameters}}])
@@ -699,7 +715,9 @@ PARTS = [
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-def test_every_tool_call_parser_raises_only_value_errors_for_random_text(family: str, data: Any) -> None:
+def test_every_tool_call_parser_raises_nothing_but_value_errors_for_random_model_output(
+    family: str, data: Any
+) -> None:
     """Otherwise the calls before are lost, or another format is not tried."""
     tags = re.findall(r"<[^<>]*>|\[[A-Z_]*\]", written(family, "clock"))
     text = "".join(data.draw(st.lists(st.sampled_from([*PARTS, *tags]), max_size=12)))
@@ -743,7 +761,9 @@ SCHEMAS = st.recursive(
 
 
 @given(value=VALUES, schema=SCHEMAS)
-def test_random_arguments_are_accepted_exactly_if_their_schema_allows_them(value: Any, schema: Any) -> None:
+def test_random_tool_call_arguments_are_accepted_exactly_if_their_schema_allows_their_converted_value(
+    value: Any, schema: Any
+) -> None:
     checker = jsonschema.Draft202012Validator(schema)
     try:
         found = fitted(value, schema)

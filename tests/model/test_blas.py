@@ -80,7 +80,7 @@ def test_with_a_gpu_build_of_mlx_the_preload_loads_no_openblas_and_gives_no_advi
     assert run(cuda + "print(preload())") == ["BlasStatus(library=None, needed=False, advice='')"]
 
 
-def test_the_preload_without_an_mlx_back_end_names_the_extras_to_install(
+def test_the_preload_raises_an_error_with_the_extras_to_install_if_mlx_has_no_back_end(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "mlx").mkdir()

@@ -78,7 +78,9 @@ LONG = [[num] for num in range(9_000)]
         (1, {"not": {"enum": list(range(2, 9_000))}}),
     ],
 )
-def test_an_argument_is_checked_against_one_costly_schema_but_not_2000(value: Any, schema: Any) -> None:
+def test_an_argument_is_checked_against_one_costly_schema_and_refused_if_there_are_2000_of_them(
+    value: Any, schema: Any
+) -> None:
     assert fitted(value, schema)
     with pytest.raises(NoCallError, match="too long"):
         fitted(value, {"anyOf": [{"$ref": "#/$defs/never"}] * 2_000}, never={"allOf": [schema, False]})
@@ -114,7 +116,9 @@ UNFINISHED = {
 
 
 @pytest.mark.parametrize("family", UNFINISHED)
-def test_an_unfinished_tool_call_is_parsed_fewer_than_50_times(family: str, parsed: list[str]) -> None:
+def test_an_unfinished_tool_call_with_100_end_markers_is_parsed_fewer_than_50_times(
+    family: str, parsed: list[str]
+) -> None:
     opens, closes = markup(family).calls
     begun, more = UNFINISHED[family]
     text = opens + begun + f"{more}{closes}" * 100
@@ -222,7 +226,7 @@ def test_a_chat_template_that_takes_too_many_steps_is_stopped_with_an_error(
 
 
 @pytest.mark.model
-def test_a_chat_template_with_endless_recursion_is_stopped(
+def test_a_chat_template_with_endless_recursion_is_stopped_with_an_error(
     with_template: Callable[[str], Tokenizer],
 ) -> None:
     with pytest.raises(TemplateError, match="recursion"):

@@ -26,7 +26,9 @@ def _no_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def test_models_in_the_data_directory_are_found_and_removed_by_name(tmp_path: Path, tiny_model: Path) -> None:
+def test_models_in_the_data_directory_as_folders_gguf_files_or_links_are_found_and_removed_by_name(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     models = tmp_path / "models"
     shutil.copytree(tiny_model, models / "folder")
     shutil.copytree(tiny_model, tmp_path / "elsewhere")  # others may use the fixture's folder
@@ -48,7 +50,7 @@ def test_models_in_the_data_directory_are_found_and_removed_by_name(tmp_path: Pa
     assert [*models.glob("[!.]*")] == [other]
 
 
-def test_a_converted_gguf_file_outside_the_models_folder_is_listed_but_stays(
+def test_a_converted_gguf_file_outside_the_models_folder_is_listed_but_cannot_be_removed(
     tmp_path: Path,
 ) -> None:
     source = TinyLlama().write(tmp_path / "away.gguf")
@@ -62,7 +64,7 @@ def test_a_converted_gguf_file_outside_the_models_folder_is_listed_but_stays(
     assert catalog.count_parameters(entry) == catalog.count_parameters(catalog.named(str(source), tmp_path))
 
 
-def test_the_model_catalog_reads_tools_reasoning_and_cache_policies_of_a_model_folder(
+def test_the_model_catalog_reads_tools_reasoning_and_cache_policies_of_a_model_from_its_files(
     tmp_path: Path,
 ) -> None:
     words = [*(f"w{i}" for i in range(315)), "<think>", "</think>", "<s>", "</s>", "<|eot_id|>"]
@@ -97,7 +99,7 @@ def test_cache_policies_and_windows_of_architectures_match_the_table_in_the_docu
 GB = 1e9
 
 
-def test_each_recommended_model_fits_in_the_memory_of_its_row(
+def test_each_recommended_model_fits_in_the_memory_size_for_which_it_is_listed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(known, "computes_on_linux_cpu", lambda: False)
@@ -111,7 +113,9 @@ def test_each_recommended_model_fits_in_the_memory_of_its_row(
         assert one.weights_gb == pytest.approx(one.parameters_b * 4.5 / 8, rel=0.03)
 
 
-def test_a_downloaded_model_is_listed_with_its_memory_and_its_command(cache: Path, tmp_path: Path) -> None:
+def test_a_downloaded_model_is_listed_with_its_memory_need_and_the_command_that_serves_the_model(
+    cache: Path, tmp_path: Path
+) -> None:
     models = ServableModels(Settings(data_dir=tmp_path))
     assert models.pull("org/tiny") == "downloading org/tiny"
     while models.listed()["pulls"]:
@@ -123,7 +127,9 @@ def test_a_downloaded_model_is_listed_with_its_memory_and_its_command(cache: Pat
     assert entry["needed_bytes"] > entry["size_bytes"]
 
 
-def test_a_failed_model_download_reports_its_error_and_can_be_repeated(cache: Path, tmp_path: Path) -> None:
+def test_a_failed_model_download_reports_its_error_and_can_be_started_again(
+    cache: Path, tmp_path: Path
+) -> None:
     models = ServableModels(Settings(data_dir=tmp_path))
     with pytest.raises(ModelError, match="is no id of the hub"):
         models.pull("tiny")

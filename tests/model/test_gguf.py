@@ -94,7 +94,7 @@ def test_a_gguf_file_converted_with_dtype_keep_gets_the_dtype_nearest_to_its_own
     assert read_json(convert(path, "keep") / "config.json")["torch_dtype"] == dtype
 
 
-def test_a_gguf_conversion_beyond_the_range_of_float16_is_refused_and_leaves_no_files(
+def test_a_gguf_conversion_of_weights_beyond_the_range_of_float16_is_refused_and_leaves_no_files(
     path: Path,
 ) -> None:
     tiny = TinyLlama()
@@ -112,7 +112,9 @@ def hf_layout(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_llama_converted_from_gguf_has_the_logits_of_hugging_face_weights(path: Path, tied: bool) -> None:
+def test_a_llama_converted_from_gguf_has_the_same_logits_as_its_weights_in_the_hugging_face_layout(
+    path: Path, tied: bool
+) -> None:
     """Covers grouped queries, rotary positions, tied and untied embeddings, and the norms' epsilon."""
     from mlx_lm.models import llama
 
@@ -296,7 +298,9 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_unsupported_or_incomplete_gguf_file_is_refused_in_one_line(path: Path, name: str) -> None:
+def test_a_gguf_file_with_an_unsupported_architecture_or_missing_tensor_is_refused_in_one_line(
+    path: Path, name: str
+) -> None:
     tiny, complaint = ODD[name]
     tiny.write(path)
     with pytest.raises(ModelError, match=complaint) as caught:
@@ -304,7 +308,7 @@ def test_an_unsupported_or_incomplete_gguf_file_is_refused_in_one_line(path: Pat
     assert "\n" not in str(caught.value)
 
 
-def test_a_gguf_file_whose_special_token_ids_name_no_token_is_converted_without_them(
+def test_a_gguf_file_whose_special_token_ids_name_no_token_is_converted_without_those_special_tokens(
     path: Path,
 ) -> None:
     none = 2**32 - 1
@@ -320,7 +324,9 @@ def sound_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_a_gguf_file_with_a_changed_byte_crashes_nothing(sound_file: Path, where: float, flip: int) -> None:
+def test_a_gguf_file_with_a_changed_byte_is_converted_or_refused_without_a_crash(
+    sound_file: Path, where: float, flip: int
+) -> None:
     """The header is accepted or refused with a `ModelError`; nothing else is raised and nothing hangs."""
     content = bytearray(sound_file.read_bytes())
     start = content.index(b"blk.1.ffn_down.weight")  # the header of the last tensor: values follow it
@@ -355,7 +361,9 @@ def test_text_is_split_by_the_pre_tokenizer_that_the_gguf_file_names(
 
 
 @pytest.mark.parametrize(("pre", "adds"), [("llama-bpe", True), ("tekken", True), ("smollm", False)])
-def test_a_bos_token_is_added_only_if_the_gguf_file_requires_it(path: Path, pre: str, adds: bool) -> None:
+def test_a_bos_token_is_added_only_if_the_pre_tokenizer_of_the_gguf_file_requires_it(
+    path: Path, pre: str, adds: bool
+) -> None:
     TINY.but(tokenizer__ggml__pre=pre).write(path)
     tokenizer = Tokenizer.from_folder(convert(path))
     assert (tokenizer.encode("The", at_start=True)[0] == 317) == adds
@@ -417,7 +425,9 @@ def twin(kind: str, config: dict[str, Any]) -> tuple[Any, dict[str, mx.array]]:
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_a_converted_gguf_model_has_the_logits_of_mlx_lms_model(tmp_path: Path, family: str) -> None:
+def test_a_converted_gguf_model_computes_the_same_logits_as_mlx_lm_with_the_same_weights(
+    tmp_path: Path, family: str
+) -> None:
     kind, config, fields = CASES[family]
     original, drawn = twin(kind, config)
     names = get_tensor_name_map(MODEL_ARCH[family.upper()], 7)  # the table of the usual converters
@@ -442,7 +452,7 @@ def test_gemma_3_with_62_layers_scales_queries_by_its_hidden_size_per_head(tmp_p
     assert gguf_model._gemma3(file, 5376 // 32, 128)["query_pre_attn_scalar"] == 168
 
 
-def test_a_run_of_spaces_becomes_one_token_if_the_gemma_vocabulary_has_that_token(
+def test_a_run_of_spaces_becomes_one_token_if_the_gemma_vocabulary_of_the_gguf_file_has_that_token(
     tmp_path: Path,
 ) -> None:
     """Gemma's tokenizer matches such tokens before it merges, after it has replaced the spaces."""
@@ -484,6 +494,8 @@ def test_a_run_of_spaces_becomes_one_token_if_the_gemma_vocabulary_has_that_toke
         ("plain", "plain", "mlx-community/plain-4bit"),
     ],
 )
-def test_a_gguf_file_name_gives_quantisation_and_model_name(file: str, quantisation: str, name: str) -> None:
+def test_a_gguf_file_name_gives_the_quantisation_and_the_usual_mlx_model_name(
+    file: str, quantisation: str, name: str
+) -> None:
     assert quantisation_of(file) == quantisation
     assert mlx_name(f"org/{file}.gguf") == name

@@ -124,7 +124,7 @@ async def test_the_json_grammar_allows_no_special_tokens_and_no_extra_white_spac
     assert not accepts(grammar, tokenizer.encode('{\n"a": 1}', at_start=False))
 
 
-async def test_a_compiled_grammar_is_reused_until_64_other_grammars_are_compiled(
+async def test_a_compiled_grammar_is_reused_until_64_other_grammars_have_been_compiled(
     grammars: Grammars,
 ) -> None:
     asked = RegexFormat("a{7}")
@@ -243,7 +243,7 @@ async def test_a_lenient_json_schema_ignores_keywords_for_which_a_strict_schema_
             await grammars.compiled(JsonSchemaFormat(JsonSchema(schema)))
 
 
-async def test_a_lenient_json_schema_that_is_nested_too_deep_is_refused(
+async def test_a_lenient_json_schema_that_is_nested_too_deep_is_refused_with_a_grammar_error(
     grammars: Grammars,
 ) -> None:
     schema: dict[str, Any] = {"type": "string", "pattern": "(?=a)"}
@@ -253,7 +253,7 @@ async def test_a_lenient_json_schema_that_is_nested_too_deep_is_refused(
         await grammars.compiled(JsonSchemaFormat(JsonSchema(schema, strict=False)))
 
 
-async def test_many_slowly_compiling_grammars_of_one_tenant_delay_no_other_tenant(
+async def test_many_slowly_compiling_grammars_of_one_tenant_do_not_delay_those_of_another_tenant(
     grammars: Grammars,
 ) -> None:
     order: list[str] = []

@@ -105,7 +105,9 @@ def size_of(path: Path) -> int:
     return 0
 
 
-def test_a_model_download_killed_halfway_resumes_at_the_same_byte(server: FakeHub, tmp_path: Path) -> None:
+def test_a_model_download_killed_halfway_resumes_at_the_byte_where_the_download_stopped(
+    server: FakeHub, tmp_path: Path
+) -> None:
     server.cuts, server.stalled = [50_000], threading.Event()
     command = [sys.executable, "-m", "commands", "model", "pull", ID, "--data-dir", str(tmp_path)]
     environ = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path)}
@@ -124,7 +126,9 @@ def test_a_model_download_killed_halfway_resumes_at_the_same_byte(server: FakeHu
     assert model.load(Path(second.stdout.strip()), dtype="keep").name == ID
 
 
-def test_a_model_download_reconnects_and_resumes_at_the_same_byte(server: FakeHub, cache: Path) -> None:
+def test_a_model_download_reconnects_after_a_broken_connection_and_resumes_at_the_same_byte(
+    server: FakeHub, cache: Path
+) -> None:
     server.cuts = [20_000, 30_000]
     server.about[ID] = {"id": "org/now-named-so"}
     reports: list[tuple[int, int, str]] = []
@@ -243,7 +247,9 @@ def test_removing_the_only_gguf_file_of_a_hub_repository_keeps_its_other_weights
     assert (path.exists(), other.read_bytes()) == (False, b"weights")
 
 
-def test_a_hub_model_of_unsupported_kind_or_size_is_not_downloaded(server: FakeHub, cache: Path) -> None:
+def test_a_hub_model_of_an_unsupported_kind_or_size_is_refused_before_any_file_is_downloaded(
+    server: FakeHub, cache: Path
+) -> None:
     server.repositories["org/Phi-9-mini-GGUF"] = {"Phi-9-mini-Q6_K.gguf": b"GGUF"}
     server.about["org/Phi-9-mini-GGUF"] = {"gguf": {"architecture": "phi9", "total": 10}}
     said = refused("org/Phi-9-mini-GGUF:Q6_K")
@@ -274,7 +280,7 @@ def test_a_downloaded_model_that_a_worker_uses_is_listed_as_in_use_and_cannot_be
     assert not [*cache.glob("models--org--tiny")]
 
 
-def test_a_cached_hub_repository_without_a_main_branch_loads_its_newest_snapshot(
+def test_a_cached_hub_repository_without_a_main_branch_is_loaded_from_its_newest_snapshot(
     tmp_path: Path,
 ) -> None:
     for name, fetched_s in (("a" * 40, 1), ("c" * 40, 3), ("b" * 40, 2)):

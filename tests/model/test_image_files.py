@@ -250,7 +250,7 @@ def test_an_image_file_with_random_changed_bytes_is_decoded_or_refused_with_an_i
                 assert decode(bytes(data)).mode == "RGB"
 
 
-def test_an_image_at_the_pixel_limit_is_decoded_and_a_larger_one_refused_with_it(
+def test_an_image_at_the_pixel_limit_is_decoded_and_a_larger_one_is_refused_with_the_limit(
     monkeypatch,
 ) -> None:
     monkeypatch.setattr(image_file, "MOST_PIXELS", 16 * 8)

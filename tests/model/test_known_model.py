@@ -48,7 +48,9 @@ def test_loading_a_known_model_again_does_not_import_transformers_and_gives_the_
 
 
 @pytest.mark.model
-def test_a_stored_tokenizer_equals_the_one_of_the_model_folder(packaged_folder: Path, tmp_path: Path) -> None:
+def test_a_stored_tokenizer_equals_the_one_loaded_from_the_model_folder(
+    packaged_folder: Path, tmp_path: Path
+) -> None:
     loaded = Tokenizer.from_folder(packaged_folder)
     for _ in range(2):
         stored = Tokenizer.from_folder(packaged_folder, tmp_path)
@@ -61,7 +63,9 @@ def test_a_stored_tokenizer_equals_the_one_of_the_model_folder(packaged_folder: 
         assert stored.encode(said[0], at_start=True) == loaded.encode(said[1], at_start=True)
 
 
-def test_a_stored_tokenizer_is_rebuilt_after_damage_or_changes(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_stored_tokenizer_is_rebuilt_after_damage_or_a_change_of_the_model_folder(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     folder, store = tmp_path / "model", tmp_path / "store"
     store.mkdir()
     folder.mkdir()

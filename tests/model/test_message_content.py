@@ -291,7 +291,9 @@ def test_special_token_text_in_a_message_stays_text_even_if_the_template_inspect
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trusted_messages_may_write_special_tokens(families: dict[str, Tokenizer], family: str) -> None:
+def test_in_trusted_messages_special_token_text_becomes_special_tokens(
+    families: dict[str, Tokenizer], family: str
+) -> None:
     tokenizer = families[family]
     messages = chat("user", fill(tokenizer, "a {a} b"))
     tokens = told(tokenizer, messages, trusted=True)
@@ -320,7 +322,7 @@ def test_a_special_token_whose_text_is_split_across_two_messages_is_tokenised_as
             assert read(tokenizer, tokens) == read(tokenizer, full(tokenizer, parts))
 
 
-def test_special_token_text_in_names_ids_and_tool_calls_stays_text(
+def test_special_token_text_in_names_ids_and_tool_calls_of_a_message_is_tokenised_as_ordinary_text(
     families: dict[str, Tokenizer],
 ) -> None:
     tokenizer = families["qwen"]
@@ -331,7 +333,7 @@ def test_special_token_text_in_names_ids_and_tool_calls_stays_text(
     assert controls(tokenizer, told(tokenizer, messages), "assistant") == expected
 
 
-def test_reasoning_markers_are_special_only_in_assistant_messages(
+def test_reasoning_markers_are_special_tokens_in_assistant_messages_and_plain_text_in_user_messages(
     families: dict[str, Tokenizer],
 ) -> None:
     tokenizer = families["qwen"]

@@ -213,7 +213,9 @@ def test_loading_a_model_with_an_unknown_dtype_raises_an_error(tiny: Path) -> No
 
 
 @pytest.mark.parametrize("spec", ["nothing/here/at-all", "missing.gguf", "gpt"])
-def test_loading_a_missing_model_fails_with_the_accepted_kinds_of_names(spec: str, tmp_path: Path) -> None:
+def test_loading_a_missing_model_raises_an_error_that_lists_the_accepted_kinds_of_names(
+    spec: str, tmp_path: Path
+) -> None:
     with pytest.raises(ModelError, match=r"give a model folder, a \.gguf file or a hub id"):
         model.resolve(spec, tmp_path, dtype="float32")
 
@@ -232,7 +234,9 @@ def in_hub_cache(cache: Path, tiny: Path) -> Path:
     return shutil.copytree(tiny, repository / "snapshots" / ("a" * 40))
 
 
-def test_a_loaded_model_is_named_after_its_folder_link_or_gguf_file(tiny: Path, tmp_path: Path) -> None:
+def test_a_loaded_model_is_named_after_its_folder_symbolic_link_or_gguf_file(
+    tiny: Path, tmp_path: Path
+) -> None:
     """A base model that is named in config.json does not change the name."""
     for name in ("first", "second"):
         folder = shutil.copytree(tiny, tmp_path / name)
@@ -360,7 +364,9 @@ def test_a_model_folder_in_any_layout_that_other_programs_write_is_loaded_with_t
 
 
 @pytest.mark.parametrize("name", ["tiny.GGUF", "sha256-0123abcd", "a[1]b/tiny.gguf"])
-def test_a_gguf_file_is_recognised_by_its_name_or_by_its_first_bytes(tmp_path: Path, name: str) -> None:
+def test_a_gguf_file_is_recognised_by_its_name_in_any_case_or_by_its_first_bytes(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     path = TinyLlama().write(tmp_path / name)
     assert catalog.named(str(path), tmp_path).architecture == "llama"

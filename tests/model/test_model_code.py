@@ -98,7 +98,7 @@ def change(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_model_folder_with_its_own_code_is_refused_and_the_code_does_not_run(
+def test_a_model_folder_with_its_own_architecture_code_is_refused_and_the_code_is_not_run(
     folder: Path,
 ) -> None:
     change(folder / "config.json", model_file="foreign.py")
@@ -127,7 +127,9 @@ def test_tokenizer_code_in_a_model_folder_is_not_run(folder: Path) -> None:
         "{% for one in messages %}{{ loop._iterator.gi_frame }}{% endfor %}",
     ],
 )
-def test_a_chat_template_that_reaches_into_the_process_is_refused(folder: Path, source: str) -> None:
+def test_a_chat_template_that_reaches_into_the_python_process_is_refused_as_unsafe(
+    folder: Path, source: str
+) -> None:
     for file in folder.glob("chat_template*"):
         file.write_text(source)
     with pytest.raises(TemplateError, match="unsafe"):

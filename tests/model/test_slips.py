@@ -275,7 +275,9 @@ def test_a_tool_call_in_a_tag_format_with_one_tag_missing_is_still_parsed(
     ],
 )
 @pytest.mark.parametrize("more", ["Then I'll wait.", "Done", "I write {x}."])
-def test_text_after_a_tool_call_without_end_is_shown_as_text(family: str, text: str, more: str) -> None:
+def test_text_after_a_tool_call_whose_end_marker_is_missing_is_shown_as_text(
+    family: str, text: str, more: str
+) -> None:
     text = long(text.replace("^", more))
     assert calls_in(family, text, TOOLS) == LS
     assert outcome(splitter(family, tools=TOOLS), [text])[0].strip() == more

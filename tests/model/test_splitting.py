@@ -290,7 +290,7 @@ def test_a_tool_call_is_parsed_however_its_text_is_divided_into_streamed_pieces(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_special_tokens_are_markers_inside_a_tool_call_and_left_out_before_it(
+def test_special_tokens_are_parsed_as_markers_inside_a_tool_call_and_left_out_before_a_tool_call(
     family: str,
 ) -> None:
     """Each tag is taken for a special token, and left out if it is no marker where it stands."""
@@ -364,7 +364,7 @@ def test_without_offered_tools_an_answer_in_tool_call_syntax_is_shown_as_text(fa
 
 
 @pytest.mark.parametrize("family", ["generic", "llama", "mistral_args", "harmony", "deepseek_v31", "kimi_k2"])
-def test_tool_call_arguments_may_be_empty_nested_or_have_markers_in_strings(
+def test_tool_call_arguments_that_are_empty_nested_or_contain_markers_in_strings_are_parsed(
     family: str,
 ) -> None:
     for code in ('print("</tool_call><tool_call>")\n{"a": [1, "}"]}', {"deep": [{"x": '\\"'}]}, None):
@@ -375,7 +375,9 @@ def test_tool_call_arguments_may_be_empty_nested_or_have_markers_in_strings(
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("_bare")])
 @pytest.mark.parametrize("cut", [0.4, 0.7])
-def test_a_tool_call_cut_off_in_its_arguments_is_text_and_reported_malformed(family: str, cut: float) -> None:
+def test_a_tool_call_cut_off_in_its_arguments_is_shown_as_text_and_reported_as_malformed(
+    family: str, cut: float
+) -> None:
     text = written(family)
     begin, end = text.index("weather"), text.index("days") + len("days")
     text = text[: begin + int(cut * (end - begin))]
@@ -386,7 +388,7 @@ def test_a_tool_call_cut_off_in_its_arguments_is_text_and_reported_malformed(fam
 
 
 @pytest.mark.parametrize("family", ["json_tools", "mistral_args", "deepseek_v31"])
-def test_reasoning_is_separated_whether_the_prompt_or_the_answer_opens_it(
+def test_reasoning_is_separated_from_text_whether_the_prompt_or_the_answer_has_the_opening_marker(
     family: str,
 ) -> None:
     found = markup(family).reasoning
@@ -449,7 +451,9 @@ def test_each_tool_call_of_an_answer_has_a_different_id() -> None:
         ("So: {call} and</tool_call>", "So: and</tool_call>"),
     ],
 )
-def test_white_space_after_empty_reasoning_and_a_second_end_are_left_out(text: str, shown: str) -> None:
+def test_white_space_after_empty_reasoning_and_a_second_end_marker_after_a_tool_call_are_left_out(
+    text: str, shown: str
+) -> None:
     found = splitter("json_tools")
     piece = found.push(text.replace("{call}", written("json_tools"))) + found.finish()
     assert piece.text == shown

@@ -158,7 +158,7 @@ def chat(tokenizer: Tokenizer) -> Chat:
     return Chat(tokenizer)
 
 
-def test_sampled_tokens_of_an_answer_are_kept_even_if_the_text_has_other_tokens(
+def test_sampled_tokens_of_an_answer_are_kept_even_if_the_tokenizer_would_split_the_text_differently(
     chat: Chat,
 ) -> None:
     odd = [token for char in "Hello there" for token in chat.encode(char)]
@@ -193,7 +193,7 @@ def test_a_generate_request_after_a_finished_answer_starts_a_new_answer(chat: Ch
     assert chat.text == chat.render()
 
 
-def test_a_sampled_end_token_that_no_template_writes_becomes_the_templates_end_token(
+def test_a_sampled_end_token_that_the_template_does_not_write_is_replaced_by_the_templates_end_token(
     chat: Chat,
 ) -> None:
     """The packaged model may also end an answer with <|endoftext|>, which its template never writes."""
@@ -206,7 +206,7 @@ def test_a_sampled_end_token_that_no_template_writes_becomes_the_templates_end_t
     assert chat.text == chat.render()
 
 
-def test_the_end_token_of_a_harmony_tool_call_is_kept_and_others_replaced(
+def test_the_sampled_end_token_of_a_harmony_tool_call_is_kept_and_that_of_other_answers_is_replaced(
     packaged_folder: Path,
 ) -> None:
     hf = AutoTokenizer.from_pretrained(str(packaged_folder))
@@ -231,7 +231,7 @@ def test_the_end_token_of_a_harmony_tool_call_is_kept_and_others_replaced(
         assert chat.text == f"{before}{text}{kept}<|start|>user<|message|>So?<|end|>"
 
 
-def test_messages_after_raw_content_are_a_new_conversation_behind_the_raw_tokens(
+def test_messages_after_raw_content_are_rendered_as_a_new_conversation_behind_the_raw_tokens(
     chat: Chat,
 ) -> None:
     chat.raw("Once upon a time")
@@ -269,7 +269,7 @@ def test_a_space_that_the_chat_template_writes_before_an_answer_is_not_added_twi
     assert chat.text == chat.render()
 
 
-def test_a_rewind_into_a_token_at_a_messages_end_keeps_all_before(
+def test_a_rewind_to_the_end_of_a_message_that_ended_inside_a_token_keeps_all_earlier_tokens(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["no_separator"])
@@ -294,7 +294,7 @@ def test_a_chat_template_that_rewrites_some_bytes_of_a_character_replaces_all_to
     assert chat.text == chat.render()
 
 
-def test_messages_of_one_role_are_joined_if_roles_must_alternate(
+def test_consecutive_messages_of_one_role_are_joined_if_the_chat_template_requires_alternating_roles(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["alternating"])
@@ -310,7 +310,7 @@ def test_messages_of_one_role_are_joined_if_roles_must_alternate(
     assert chat.text == chat.render()
 
 
-def test_a_message_that_the_chat_template_refuses_raises_the_templates_error(
+def test_a_message_that_the_chat_template_refuses_raises_an_error_with_the_templates_own_words(
     with_template: Any,
 ) -> None:
     chat = Chat(
@@ -328,12 +328,14 @@ def test_a_message_that_the_chat_template_refuses_raises_the_templates_error(
 @pytest.mark.parametrize(
     "messages", [[{"role": "user"}], [{"role": "user", "content": 3}], [{"content": "x"}]], ids=str
 )
-def test_a_message_without_role_or_text_raises_an_error(chat: Chat, messages: list[dict[str, Any]]) -> None:
+def test_adding_a_message_without_a_role_or_without_text_content_raises_a_template_error(
+    chat: Chat, messages: list[dict[str, Any]]
+) -> None:
     with pytest.raises(TemplateError, match="refuses these messages"):
         chat.conversation.add_messages([], messages)
 
 
-def test_results_of_tool_calls_that_share_an_id_belong_to_the_calls_in_order(
+def test_results_of_tool_calls_that_share_an_id_are_assigned_to_the_calls_in_their_order(
     tokenizer: Tokenizer,
 ) -> None:
     calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in ("x", "y", "x")]
@@ -355,7 +357,7 @@ def test_adding_messages_for_a_model_without_a_chat_template_raises_an_error(
         chat.say(("user", "Hi"))
 
 
-def test_the_date_in_a_chat_template_is_the_sessions_first_day(
+def test_the_date_that_a_chat_template_writes_is_the_day_on_which_the_session_began(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     """A replay on another day gives the same tokens."""
@@ -543,6 +545,21 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
     return ""
 
 
+def test_a_chat_that_starts_with_a_system_message_has_after_each_turn_the_text_of_the_full_rendering(
+    tokenizers: dict[str, Tokenizer],
+) -> None:
+    """The chats begin with a system message; some answers lack an end token; one template has a date."""
+    for name in ("dated", "first", "system apart"):
+        chat = Chat(tokenizers[name])
+        chat.say(("system", "Rules."), ("user", "Hi"))
+        for turn in range(20):
+            chat.open()
+            assert chat.text == chat.render(header=True)
+            chat.reply(f"Answer {turn}", end=turn % 3 > 0)
+            chat.say(("user", f"Question {turn}"))
+            assert chat.text == chat.render()
+
+
 def given_answers(tokenizer: Tokenizer, *ends: int, keeps: bool = True) -> Conversation:
     """Return a conversation with a question, whose answer of one token for each of `ends` has as many parts.
 
@@ -560,7 +577,7 @@ def given_answers(tokenizer: Tokenizer, *ends: int, keeps: bool = True) -> Conve
 QUESTION = {"role": "user", "content": "a"}
 
 
-def test_an_answer_generated_in_two_parts_has_the_text_and_calls_of_both(
+def test_an_answer_generated_in_two_parts_has_the_text_and_the_tool_calls_of_both_parts(
     tokenizer: Tokenizer,
 ) -> None:
     answer = said_in(given_answers(tokenizer, 0, 1)._segments)[-1].message

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny_gguf import TEXT, TinyLlama, weights
 from transformers import AutoTokenizer
@@ -86,21 +86,23 @@ def test_a_llama_tokenizer_from_gguf_gives_the_same_tokens_as_sentencepiece(
 
 
 @pytest.mark.parametrize("text", [*SENTENCES, *MORE])
-def test_text_after_the_start_of_a_session_gains_and_loses_no_spaces(llama: Tokenizer, text: str) -> None:
+def test_text_after_the_start_of_a_session_is_tokenised_without_adding_or_losing_spaces(
+    llama: Tokenizer, text: str
+) -> None:
     tokens = llama.encode(text, at_start=False)
     assert llama.decode(tokens) == text
     stream = TextStream(llama)
     assert "".join(map(stream.push, tokens)) + stream.finish() == text
 
 
-def test_no_leading_space_is_added_with_add_space_prefix_false(
+def test_no_leading_space_is_added_to_the_text_if_the_gguf_file_has_add_space_prefix_false(
     make: Callable[..., Tokenizer],
 ) -> None:
     tokenizer = make(tokenizer__ggml__add_space_prefix=False, tokenizer__ggml__add_bos_token=False)
     assert tokenizer.decode(tokenizer.encode("the cat", at_start=True)) == "the cat"
 
 
-def test_a_llama_chat_appended_by_turns_has_the_full_renderings_text(
+def test_a_chat_appended_turn_by_turn_with_a_llama_tokenizer_has_the_text_of_the_full_rendering(
     make: Callable[..., Tokenizer],
 ) -> None:
     template = (
@@ -127,7 +129,7 @@ def test_a_llama_chat_appended_by_turns_has_the_full_renderings_text(
     assert tokens.count(1) == 1
 
 
-def test_a_sentencepiece_vocabulary_without_scores_is_refused(
+def test_a_gguf_file_with_a_sentencepiece_vocabulary_without_scores_is_refused(
     make: Callable[..., Tokenizer],
 ) -> None:
     with pytest.raises(ModelError, match="no score for every token"):
@@ -141,7 +143,9 @@ def test_token_ids_beyond_the_vocabulary_decode_to_no_text(tokenizer: Tokenizer)
 
 
 @pytest.mark.model
-def test_a_models_end_tokens_are_those_of_all_its_files(packaged_folder: Path, tmp_path: Path) -> None:
+def test_the_end_tokens_of_a_model_are_collected_from_all_its_config_files(
+    packaged_folder: Path, tmp_path: Path
+) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(packaged_folder / name, tmp_path)
     (tmp_path / "config.json").write_text(
@@ -210,7 +214,9 @@ def test_conversations_with_tools_are_rendered_by_the_chat_template_named_tool_u
     assert Tokenizer.from_folder(folder).markup.renders_tools
 
 
-def test_a_model_with_several_chat_templates_needs_a_default_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_model_with_several_chat_templates_but_no_default_is_refused_with_the_template_names(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     named = [{"name": name, "template": CHAT_TEMPLATE} for name in ("rag", "tool_use")]
     folder = folder_with(tiny_model, tmp_path / "model", chat_template=named)
     with pytest.raises(TemplateError, match="has the templates rag, tool_use, and none is its default"):
@@ -244,14 +250,28 @@ def expected(text: str, stop: list[str]) -> tuple[str, str | None]:
 
 @pytest.mark.model
 @given(tokens=RANDOM)
-def test_streamed_random_tokens_give_their_whole_text(tokenizer: Tokenizer, tokens: list[int]) -> None:
+def test_the_streamed_text_of_random_tokens_equals_the_text_decoded_at_once(
+    tokenizer: Tokenizer, tokens: list[int]
+) -> None:
     whole = tokenizer._rust.decode(tokens, skip_special_tokens=False)
     assert tokenizer.decode(tokens) == whole
     assert "".join(pieces(tokenizer, tokens, [])[0]) == whole
 
 
+@pytest.mark.model
+@given(text=TEXTS)
+def test_any_text_that_is_tokenised_and_decoded_as_a_stream_is_unchanged(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    tokens = tokenizer.encode(text, at_start=False)
+    assume(tokenizer.eos_ids.isdisjoint(tokens))
+    assert "".join(pieces(tokenizer, tokens, [])[0]) == text
+
+
 @pytest.mark.parametrize("word", ["café", "Ã©", "naïf ça"])
-def test_an_added_token_of_byte_symbols_decodes_to_its_own_text(tiny_model: Path, word: str) -> None:
+def test_an_added_token_whose_letters_are_also_byte_symbols_decodes_to_its_own_text(
+    tiny_model: Path, word: str
+) -> None:
     hf = AutoTokenizer.from_pretrained(tiny_model)
     hf.add_tokens([word])
     tokenizer = Tokenizer(hf)
@@ -285,7 +305,7 @@ def test_streaming_holds_back_only_text_that_may_become_a_stop_string(tokenizer:
 
 
 @pytest.mark.model
-def test_a_character_of_several_tokens_is_streamed_with_its_last_token(
+def test_a_character_of_several_tokens_is_streamed_when_the_token_with_its_last_byte_arrives(
     tokenizer: Tokenizer,
 ) -> None:
     tokens = tokenizer.encode("🫠", at_start=False)
@@ -295,7 +315,7 @@ def test_a_character_of_several_tokens_is_streamed_with_its_last_token(
 
 
 @pytest.mark.model
-def test_an_incomplete_character_at_an_answers_end_becomes_one_replacement(
+def test_an_incomplete_character_at_the_end_of_an_answer_becomes_one_replacement_character(
     tokenizer: Tokenizer,
 ) -> None:
     stream = TextStream(tokenizer)
@@ -305,7 +325,7 @@ def test_an_incomplete_character_at_an_answers_end_becomes_one_replacement(
 
 
 @pytest.mark.model
-def test_the_text_of_a_special_token_is_streamed_only_as_marker_or_stop_string(
+def test_the_text_of_a_special_token_is_streamed_only_if_it_is_a_marker_or_part_of_a_stop_string(
     tokenizer: Tokenizer,
 ) -> None:
     name = "<repo_name>"
