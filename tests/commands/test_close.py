@@ -155,17 +155,6 @@ async def test_close_with_cancel_and_forget_removes_a_session_with_a_running_and
         assert await ended == "cancelled"
 
 
-async def test_the_command_fork_beyond_the_end_of_the_parent_session_fails_and_leaves_no_session(
-    local_worker: Start,
-) -> None:
-    worker = await local_worker()
-    position = (await worker.client.session("s").append(text="hello")).position
-    done = await command("fork", "s", "new", "--position", 99_999, *where(worker))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"turnkeep: cannot fork s at 99999: it ends at {position}\n"
-    assert await states(worker) == {"s": "idle"}
-
-
 async def test_the_command_fork_at_a_position_inside_a_running_answer_fails_and_prints_the_sessions_end(
     local_worker: Start, endless_model: Path
 ) -> None:

@@ -329,18 +329,22 @@ async def test_forks_are_listed_with_their_parents_by_info_show_and_sessions_wit
     assert f"garden at position {position}" in info
 
 
-async def test_the_command_fork_fails_for_an_unknown_parent_or_a_taken_name(local_worker: Start) -> None:
+async def test_the_command_fork_fails_for_an_unknown_parent_a_taken_name_or_a_position_beyond_the_end(
+    local_worker: Start,
+) -> None:
     worker = await family(local_worker)
+    end = (await worker.client.session("garden").info()).position
     for asked, says in [
         (("nobody", "x"), "there is no session nobody; see turnkeep sessions"),
         (("garden", "red"), "the session is open already"),
-        (("garden", "x", "--position", "99999"), "cannot fork garden at 99999"),
+        (("garden", "x", "--position", "99999"), f"cannot fork garden at 99999: it ends at {end}\n"),
         (("garden", "x", "--without-last", "9"), "the session has 2 exchanges, not 9"),
         (("garden", "a.b"), "a.b"),
     ]:
         done = await command("fork", *asked, *where(worker))
         assert (done.returncode, done.stdout) == (1, "")
         assert says in done.stderr
+    assert {row["session"] for row in await listed(worker)} == {"garden", "red", "rose"}
     done = await command("sessions", "--tree", "nobody", *where(worker))
     assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
 
