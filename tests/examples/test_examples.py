@@ -9,24 +9,20 @@ import signal
 import subprocess
 import sys
 import venv
+from asyncio.subprocess import Process
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 from parts import free_port, png
 
+from turnkeep_client.client import Client
 from turnkeep_client.messages import Failed, Generated, decode_request, decode_result
-
-if TYPE_CHECKING:
-    from asyncio.subprocess import Process
-    from collections.abc import AsyncIterator, Callable
-
-    from nats.aio.msg import Msg
-
-    from turnkeep_client.client import Client
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60

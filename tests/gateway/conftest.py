@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 import pytest
@@ -16,13 +18,7 @@ from gateway.app import Gateway
 from gateway.keys import Keys
 from ops.http_server import listening, serve, server, url_of
 from tests.at_rest import come_to_rest
-from turnkeep_client.client import connect
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 
 
 class Door:
@@ -105,13 +101,6 @@ def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert tokenizer.add_tokens([TEXT, TEXT[:40]]) == 2
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture
-async def worker(request: pytest.FixtureRequest, local_worker: Any) -> Any:
-    """A worker with the tiny model, or with the model and the settings that the mark `serves` names."""
-    mark = request.node.get_closest_marker("serves") or pytest.mark.serves("tiny_model").mark
-    return await local_worker(model=str(request.getfixturevalue(mark.args[0])), **mark.kwargs)
 
 
 @pytest.fixture

@@ -300,9 +300,8 @@ async def test_in_the_browser_a_chat_can_be_renamed_regenerated_edited_stopped_s
 
 
 async def test_the_console_page_shows_scripts_in_session_names_and_messages_as_text(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+    browser: Browser, worker: LocalWorker
 ) -> None:
-    worker = await local_worker()
     tool = {"id": "c", "type": "function", "function": {"name": "<img>", "arguments": EVIL}}
     told = [
         {"role": "user", "content": EVIL},
@@ -380,9 +379,8 @@ async def test_the_console_page_shows_an_outage_of_worker_nats_or_console_and_it
 
 @pytest.mark.parametrize("dark", [False, True])
 async def test_each_console_page_passes_accessibility_checks_and_is_operable_by_keyboard(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
+    browser: Browser, client: Client, *, dark: bool
 ) -> None:
-    client = (await local_worker()).client
     await client.session("notes").generate(
         messages=[{"role": "user", "content": "?"}], prefix=f"{MARKDOWN}> said `so`", max_tokens=3
     )
@@ -495,11 +493,8 @@ def a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed(browser: Browse
     ],
 )
 async def test_in_the_browser_a_user_can_download_a_model_see_a_workers_chart_and_use_dialogs_by_keyboard(
-    browser: Browser,
-    local_worker: Callable[..., Awaitable[LocalWorker]],
-    walk: Callable[[Browser, str], None],
+    browser: Browser, worker: LocalWorker, walk: Callable[[Browser, str], None]
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("notes").append(text="abc")
 
     async def refuse(asked: Msg) -> None:
@@ -515,9 +510,8 @@ async def test_in_the_browser_a_user_can_download_a_model_see_a_workers_chart_an
 
 
 async def test_the_console_page_accepts_images_by_file_choice_paste_and_drop_and_enlarges_them_by_a_click(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
+    browser: Browser, worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     (file := tmp_path / "screen.png").write_bytes(png(3, side=400))
     given = """const bytes = Uint8Array.from(atob(arguments[0]), (one) => one.charCodeAt(0));
         const data = new DataTransfer(), how = { bubbles: true, cancelable: true };

@@ -265,9 +265,8 @@ async def test_the_command_replay_repeats_a_session_from_an_exported_file_with_t
 
 
 async def test_the_command_export_overwrites_an_existing_file_only_with_the_option_force(
-    local_worker: Start, tmp_path: Path
+    worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("garden").append(tokens=[5])
     target = tmp_path / "precious"
     target.write_text("mine")
@@ -440,9 +439,8 @@ def test_importing_a_session_file_with_forged_or_oversized_content_fails_with_th
 
 
 async def test_a_session_import_drops_result_headers_that_no_export_writes(
-    local_worker: Start, tmp_path: Path
+    worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     more = {"Nats-Batch-Commit": "1", "Nats-Rollup": "sub", "Turnkeep-Checkpoint": "1 00"}
     made = resealed(sound(tmp_path, 4), lambda line: line["headers"].update(more))
     done = await command("import", packed(tmp_path, made), "--as", "copy", *where(worker))
@@ -459,10 +457,9 @@ async def no_purge(*_: Any) -> None:
 
 @pytest.mark.parametrize(("is_stored", "is_removed"), [(True, True), (False, True), (True, False)])
 async def test_a_session_import_without_nats_acknowledgement_removes_what_it_stored_or_says_what_is_left(
-    local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool, is_removed: bool
+    worker: LocalWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool, is_removed: bool
 ) -> None:
     """If nothing was stored, a session that another client has begun under this name stays."""
-    worker = await local_worker()
     file = packed(tmp_path, sound(tmp_path))
     store = LogStream.store
 

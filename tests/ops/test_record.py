@@ -250,8 +250,7 @@ async def replayed(worker: LocalWorker) -> list[dict[str, int]]:
     return [kinds for key, kinds in log.items() if key.tenant.startswith("replay-")]
 
 
-async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions(local_worker: Start) -> None:
-    worker = await local_worker()
+async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions(worker: LocalWorker) -> None:
     await converse(worker)
     done = await replay(worker, "--speed", "10")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -288,9 +287,8 @@ async def test_a_replay_with_a_changed_chat_template_prints_the_first_difference
 
 
 async def test_the_command_replay_of_an_unknown_session_or_an_empty_time_range_fails_in_one_line(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     await converse(worker)
     for options, says in (
         (("nobody",), "turnkeep: there is no session nobody; see turnkeep sessions"),

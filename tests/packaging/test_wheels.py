@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -155,10 +155,8 @@ asyncio.run(main())
 
 
 async def test_the_client_wheel_installs_without_mlx_and_generates_through_a_worker(
-    local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
+    worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
-
     def talk() -> str:
         environment = Environment(tmp_path / "fresh")
         built = wheel(ROOT / "protocol", tmp_path / "client")

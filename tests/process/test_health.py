@@ -10,13 +10,14 @@ import socket
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import anyio
 import pytest
 
 from tests.commands.command_runs import command, where
-from tests.parts import free_port
+from tests.parts import LocalWorker, WorkerProcess, free_port
 from turnkeep_client import writes
 from turnkeep_client.errors import TurnkeepError
 from worker import app as app_module
@@ -31,12 +32,6 @@ from worker.process.setting_kinds import Endpoint
 from worker.process.settings import Settings
 from worker.supervisor import Supervisor
 from worker.wire.broker import EmbeddedServer, find_server
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
-
-    from tests.parts import LocalWorker, WorkerProcess
 
 pytestmark = pytest.mark.process
 
@@ -146,10 +141,9 @@ async def test_the_ready_probe_fails_while_nats_is_away_and_succeeds_when_nats_i
 
 
 async def test_a_worker_that_is_back_after_an_outage_of_nats_does_not_blame_a_full_disk(
-    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waited for the server meanwhile is stored only some seconds later."""
-    worker = await local_worker()
     writes_of = worker.app._parts.journal.writes  # type: ignore[union-attr]
     monkeypatch.setattr(writes, "UNSTORED_S", 0.5)
     with contextlib.suppress(TimeoutError), writes_of.waiting():
@@ -160,10 +154,9 @@ async def test_a_worker_that_is_back_after_an_outage_of_nats_does_not_blame_a_fu
 
 
 async def test_the_ready_probe_fails_if_the_worker_cannot_renew_its_cluster_membership_record(
-    local_worker: Callable[..., Awaitable[LocalWorker]],
+    worker: LocalWorker,
 ) -> None:
     """For example, the membership stream has no leader; then another worker could take the name."""
-    worker = await local_worker()
     bucket = f"KV_{worker.app._subjects.workers_bucket}"
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
     config = (await js.stream_info(bucket)).config
@@ -179,10 +172,9 @@ async def test_the_ready_probe_fails_if_the_worker_cannot_renew_its_cluster_memb
 
 @pytest.mark.parametrize("stream", ["log_stream", "token_stream"])
 async def test_the_ready_probe_fails_and_the_metrics_say_so_while_a_stream_acknowledges_no_write(
-    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch, stream: str
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch, stream: str
 ) -> None:
     """As on a full disk. The record is still renewed then, as it is in the server's memory."""
-    worker = await local_worker()
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
     config = (await js.stream_info(getattr(worker.client.subjects, stream))).config
     monkeypatch.setattr(writes, "UNSTORED_S", 0.5)
@@ -201,9 +193,8 @@ async def test_the_ready_probe_fails_and_the_metrics_say_so_while_a_stream_ackno
 
 
 async def test_the_ready_probe_fails_with_the_reason_if_the_workers_device_thread_hangs(
-    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await local_worker()
     goes_on = threading.Event()
     as_ever = Runner.step
 

@@ -8,8 +8,10 @@ import errno
 import json
 import math
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import httpx2
@@ -17,6 +19,7 @@ import nats
 import psutil
 import pytest
 import structlog
+from nats.aio.msg import Msg
 from parts import WorkerProcess, free_port, make_tiny_model, until
 
 from turnkeep_client.messages import (
@@ -43,12 +46,6 @@ from worker.standby import Standby
 from worker.supervisor import Supervisor
 from worker.wire.activator import Activator
 from worker.wire.discovery import QUEUE
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
-
-    from nats.aio.msg import Msg
 
 LONG = "hello " * 30
 

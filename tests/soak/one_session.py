@@ -14,18 +14,14 @@ import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 from harness import Target, arguments, folder, size_bytes, tiny_model
 
 from turnkeep_client.client import connect
 from turnkeep_client.messages import CachePolicy
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from turnkeep_client.session import Session
+from turnkeep_client.session import Session
 
 _POLICY = CachePolicy(policy="sink_window", sink=4, window=256)
 _LIMITS = ("--log-max-bytes", "8GiB", "--max-disk", "256MiB")
