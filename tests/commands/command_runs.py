@@ -1,7 +1,5 @@
 """Runs the program as a user does: as a process, with its output in pipes or on a terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

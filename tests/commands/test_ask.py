@@ -1,7 +1,5 @@
 """`turnkeep ask` with a real worker: its input, options and output, signals and outages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """`turnkeep chat` on a terminal of its own, with a real worker; the last exchanges of a session."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess

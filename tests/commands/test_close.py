@@ -1,7 +1,5 @@
 """`turnkeep close`, `cancel`, `rewind`, `sessions` and `drain`; `ask` closes its temporary session."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -18,8 +16,6 @@ from nats.js.errors import NotFoundError
 from tests.parts import LocalWorker, free_port
 from turnkeep_client.errors import RequestFailedError
 from worker.wire import connection
-
-Start = Callable[..., Awaitable[LocalWorker]]
 
 
 async def states(worker: LocalWorker, *options: object) -> dict[str, str]:
@@ -244,7 +240,7 @@ async def test_a_refused_request_leaves_an_idle_session_idle_and_a_closed_sessio
 
 @pytest.fixture
 async def two(local_worker: Callable[..., Awaitable[Any]], tmp_path: Path) -> tuple[Any, Any]:
-    """Start two workers of one prefix."""
+    """Callable[..., Awaitable[LocalWorker]] two workers of one prefix."""
     return tuple([await local_worker(data_dir=tmp_path / name, worker=name) for name in ("one", "two")])
 
 

@@ -1,7 +1,5 @@
 """The output of commands and of `--help`: tables on a terminal and in a pipe, JSON, errors, units."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Images with questions on the command line: by an option, or by their paths in a terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 from hashlib import sha256

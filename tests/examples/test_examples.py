@@ -1,7 +1,5 @@
 """The programs of `examples/` as a newcomer runs them, with a worker that is killed in the middle of each."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Chats of `examples/` in a browser: reloads in mid-answer, and kills of worker, gateway and pages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

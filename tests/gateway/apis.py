@@ -1,7 +1,5 @@
 """The APIs for conversations, as a client sees them: how a request is written, and an answer read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple

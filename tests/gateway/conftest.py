@@ -1,7 +1,5 @@
 """Fixtures that start gateways on loopback in this process, with OpenAI's client and an HTTP client."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Any request is answered in the form of its API, and costs a bounded amount of time and memory."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

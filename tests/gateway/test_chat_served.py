@@ -1,7 +1,5 @@
 """Chat and text completions over HTTP: sessions are found by a conversation's content, and continued."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

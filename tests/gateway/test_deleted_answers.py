@@ -1,7 +1,5 @@
 """What a client has deleted, or left, is over: no later request shows it, nothing of it stays or goes on."""
 
-from __future__ import annotations
-
 import asyncio
 from base64 import b64encode
 from typing import Any

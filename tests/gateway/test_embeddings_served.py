@@ -1,7 +1,5 @@
 """Embeddings and ranks over HTTP, as clients of OpenAI, Ollama, Cohere and Jina request them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

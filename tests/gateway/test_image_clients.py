@@ -1,7 +1,5 @@
 """Clients from the registries send a picture as their users do; a model that was taught digits names it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Conversations with images through the gateway, with a model that sees and with one that does not."""
 
-from __future__ import annotations
-
 import asyncio
 from base64 import b64encode
 from collections.abc import AsyncIterator

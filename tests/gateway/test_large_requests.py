@@ -1,7 +1,5 @@
 """New messages that do not fit in one NATS message are appended in pieces before the generate."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Ollama's API, and the paths that LM Studio's clients use besides OpenAI's."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

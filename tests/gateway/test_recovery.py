@@ -1,7 +1,5 @@
 """What a gateway that starts finds in the log of each session."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

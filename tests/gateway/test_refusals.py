@@ -1,7 +1,5 @@
 """Requests that the gateway refuses, by path: the status, words of the sentence, and the field at fault."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

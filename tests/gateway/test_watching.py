@@ -1,7 +1,5 @@
 """The gateway's metrics, its header `x-turnkeep-explain`, and which web pages may send requests."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path

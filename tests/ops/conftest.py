@@ -1,4 +1,4 @@
-"""Fixtures of the tests of `ops`: the client of a worker in this process, and a console for it."""
+"""Fixtures of the tests of `ops`: the client of a worker in this process, a console for it, a browser."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.ops.browser import Browser, browsing
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from tests.ops.test_console import Page
     from tests.parts import LocalWorker
@@ -25,3 +27,10 @@ async def page(client: Client) -> AsyncIterator[Page]:
 
     async with opened(client) as page:
         yield page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as found:
+        found.look(1200, 900)
+        yield found

@@ -1,7 +1,5 @@
 """A cluster of three NATS nodes with the generated configuration; one node may be killed during an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

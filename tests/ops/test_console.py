@@ -1,7 +1,5 @@
 """The HTTP API of `turnkeep console`: access, sessions, actions, streams; and the command's options."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -10,7 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,8 +51,6 @@ from turnkeep_client.messages import (
 )
 from turnkeep_client.session import Session
 from worker.process.settings import Settings
-
-Start = Callable[..., Awaitable[LocalWorker]]
 
 TOKEN = "of-these-tests"
 

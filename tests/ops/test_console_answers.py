@@ -1,7 +1,5 @@
 """Answers in the console: their Markdown, images, and other answers to the same question."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -255,7 +253,6 @@ def test_the_consoles_syntax_highlighting_loses_no_code_and_colours_only_support
     assert (len(highlighted(code, language)) > 1) == (language == "PYTHON")
 
 
-Start = Callable[..., Awaitable[LocalWorker]]
 PNG = png(1)
 DIGEST = sha256(PNG).hexdigest()
 
@@ -338,7 +335,7 @@ async def test_the_console_serves_an_image_file_that_contains_html_with_an_image
 
 
 async def test_the_console_includes_the_tokens_of_images_in_the_costs_of_a_turn(
-    local_worker: Start, tmp_path: Path
+    local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     tiny_seeing.write("smolvlm", tmp_path / "model")
     template = (

@@ -1,7 +1,5 @@
 """The console's page in a real browser: clicks, keys, a worker that is killed, hostile names and messages."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import signal
@@ -18,7 +16,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from tests.commands.command_runs import environment
-from tests.ops.browser import Browser, browsing
+from tests.ops.browser import Browser
 from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_top import Watched
 from tests.parts import LocalWorker, WorkerProcess, png
@@ -31,13 +29,6 @@ pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 
 TAB, ENTER, ESCAPE = "\ue004", "\ue007", "\ue00c"
 ANSWER = "document.querySelector('.turn:last-child .assistant')?.source ?? ''"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as found:
-        found.look(1200, 900)
-        yield found
 
 
 @contextmanager

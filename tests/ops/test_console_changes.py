@@ -1,35 +1,25 @@
 """The console's page while sessions, answers and lists change under it, in a real browser."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ops.browser import Browser, browsing
+from tests.ops.browser import Browser
 from tests.ops.test_console import SHELF, TOKEN, serving
 from tests.parts import LocalWorker
 from turnkeep_client.client import Client
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
 
-Start = Callable[..., Awaitable[LocalWorker]]
 ENTER = "\ue007"
 SAID = "[...document.querySelectorAll('.turn .said > .text')].map((one) => one.textContent)"
 #: The page asks for what is new at once.
 FRESH = "dispatchEvent(new Event('doubt'))"
 #: Opens the menu; a pointer could miss it while the page scrolls with an answer.
 MENU = "document.querySelector('.menu > summary').click()"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as found:
-        found.look(1200, 900)
-        yield found
 
 
 async def walked(browser: Browser, client: Client, walk: Callable[[Callable[..., Any]], None]) -> None:
@@ -195,7 +185,7 @@ async def test_the_consoles_regenerate_button_uses_a_new_session_name_and_refuse
 
 
 async def test_a_title_is_of_one_session_and_of_no_other_with_a_similar_name_or_of_another_model(
-    browser: Browser, local_worker: Start, tmp_path: Path
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     worker = await local_worker()
     other = await local_worker(prefix=f"{worker.settings.prefix}-v2", data_dir=tmp_path / "other")

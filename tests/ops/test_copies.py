@@ -1,7 +1,5 @@
 """`turnkeep export` and `import`: a session continues in another log, or the import stores nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

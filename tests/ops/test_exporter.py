@@ -1,7 +1,5 @@
 """`turnkeep exporter`: the workers' metrics in Prometheus's format, and the command's errors."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client

@@ -1,7 +1,5 @@
 """`turnkeep replay`: which requests it takes, and how it explains a difference from the log."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -225,9 +223,6 @@ def test_a_replayed_answer_whose_original_ended_early_is_limited_to_the_recorded
     assert step.request.max_tokens == 2
 
 
-Start = Callable[..., Awaitable[LocalWorker]]
-
-
 async def replay(worker: LocalWorker, *options: object) -> subprocess.CompletedProcess[str]:
     return await command("replay", *options, *where(worker))
 
@@ -267,7 +262,7 @@ async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions
 
 
 async def test_a_replay_with_a_changed_chat_template_prints_the_first_difference_and_its_likely_cause(
-    local_worker: Start, tmp_path: Path, tiny_model: Path
+    local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path, tiny_model: Path
 ) -> None:
     changed = tmp_path / "copy" / tiny_model.name
     shutil.copytree(tiny_model, changed)

@@ -1,7 +1,5 @@
 """`turnkeep sessions`, `show`, `fork` and `dead`: what they print for a real worker's log and forks."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

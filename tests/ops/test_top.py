@@ -1,7 +1,5 @@
 """`turnkeep top` and what it shares with `exporter` and `console`: metrics in memory, some of them forged."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Sequence

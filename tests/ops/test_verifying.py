@@ -1,7 +1,5 @@
 """`turnkeep sessions --verify` and `cache remains` find each fault and what a forget has left, no more."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

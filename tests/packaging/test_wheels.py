@@ -3,8 +3,6 @@
 This checkout is not on the import path there. Each test makes one environment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """The worker's NATS server requires its own token, and no credentials appear in logs, errors or reports."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

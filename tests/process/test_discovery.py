@@ -1,7 +1,5 @@
 """A worker answers the requests PING, INFO and STATS of NATS's service discovery, on a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,7 +1,5 @@
 """Health: what a worker that loads, serves, lacks NATS, hangs or stops reports, and the answers over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

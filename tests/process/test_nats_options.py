@@ -1,7 +1,5 @@
 """A worker and its commands log in to real NATS servers by each kind of credentials, and over TLS."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """The permissions that the pages give to clients and for each command are enough, and not too many."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A worker finds faults of model and settings before it makes a stream."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

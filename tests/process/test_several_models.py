@@ -1,7 +1,5 @@
 """`turnkeep serve` with several models: a request loads its model, within one budget of memory."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import errno

@@ -1,7 +1,5 @@
 """On a slow disk, what the full queue dropped is stored later, and a worker that stops says what is left."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Machines that stay awake while requests are at work, and that sleep; a user's systemd runs a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A worker sends spans of its turns to a collector: complete, without text, and without delaying turns."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

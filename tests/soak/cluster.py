@@ -14,8 +14,6 @@ With `--images N` clients hold N sessions about pictures instead, with a model t
 (`tests/taught.py`). Each answer must be the one that a worker without faults gives to the same conversation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -8,8 +8,6 @@ get another model. Each tenth has a row: how long requests took, and what the wo
 NATS server and the disk have in use. A request without an answer is a fault, as is what the oracle finds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

@@ -7,8 +7,6 @@ median and the 99th percentile of the turns' times, the worker's CPU time for a 
 After the first and the last tenth the worker is killed (`kill -9`); the next turn then waits for its restart.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

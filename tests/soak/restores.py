@@ -11,8 +11,6 @@ another type of KV, or an older code. A restore may then be shorter, but its bit
 faulty file must be found: by the restore that reads it, else by `cache verify`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
