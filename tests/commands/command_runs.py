@@ -7,12 +7,13 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -75,6 +76,19 @@ async def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
+@contextlib.contextmanager
+def serving_process(*arguments: object, **more: str) -> Iterator[str]:
+    """Run a command that serves HTTP as a process, until SIGTERM; yield the address that it prints first."""
+    command = [sys.executable, "-m", "commands", *map(str, arguments)]
+    with subprocess.Popen(command, env=environment() | more, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            yield process.stderr.readline().split()[-1]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 128 + signal.SIGTERM
 
 
 def beside(program: str) -> str:

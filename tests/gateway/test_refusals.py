@@ -284,14 +284,13 @@ async def test_at_its_start_a_gateway_deletes_logged_requests_that_were_sent_to_
             await asyncio.sleep(0.05)
 
 
-CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 RESPONSES, COMPACT = "/v1/responses", "/v1/responses/compact"
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
-GREETING = [{"role": "user", "content": "Hello."}]
 #: The fields of a request that a row of the table leaves out.
 USUAL: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": GREETING, "max_tokens": 2},
-    MESSAGES: {"messages": GREETING, "max_tokens": 2},
+    CHAT: {"messages": HELLO["messages"], "max_tokens": 2},
+    MESSAGES: {"messages": HELLO["messages"], "max_tokens": 2},
     RESPONSES: {"input": "a"},
     COMPLETIONS: {"prompt": "a"},
     "/api/generate": {"model": "m", "prompt": "Once"},
@@ -346,7 +345,7 @@ EMBEDDING: list[Row] = [
     (EMBEDDINGS, {"input": "a", "dimensions": 10**6}, "", "dimensions"),
     (CHAT, {}, "makes embeddings of texts", "messages"),
     (MESSAGES, {}, "makes embeddings of texts", None),
-    ("/api/chat", {"messages": GREETING}, "makes embeddings of texts", None),
+    ("/api/chat", {"messages": HELLO["messages"]}, "makes embeddings of texts", None),
 ]
 RANKING: list[Row] = [
     (RERANK, {"documents": []}, "", "documents"),

@@ -3,9 +3,7 @@
 import asyncio
 import json
 import re
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,7 +28,7 @@ from ops.console.turns import shown
 from ops.http_server import listening, server, url_of
 from ops.log import searching, session_file
 from ops.log.conversation import LoggedTurn, part
-from tests.commands.command_runs import command, environment
+from tests.commands.command_runs import command, serving_process
 from tests.ops.test_top import Watched
 from tests.parts import LocalWorker, WorkerProcess, free_port, until
 from tests.protocol.scripted_worker import metrics
@@ -53,6 +51,7 @@ from turnkeep_client.session import Session
 from worker.process.settings import Settings
 
 TOKEN = "of-these-tests"
+CONSOLE = ("console", "--listen", "127.0.0.1:0")
 
 
 class OnShelf:
@@ -782,20 +781,6 @@ async def test_the_option_listen_with_a_bare_port_listens_on_the_loopback_addres
     assert done.stderr == f"turnkeep: cannot listen on 127.0.0.1:{port} ({why}); choose another --listen\n"
 
 
-@asynccontextmanager
-async def started(*arguments: object, **more: str) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
-    """`turnkeep console` as a process, and the address that it prints; it ends with SIGTERM's exit code."""
-    command = [sys.executable, "-m", "commands", "console", "--listen", "127.0.0.1:0", *map(str, arguments)]
-    process = subprocess.Popen(  # noqa: ASYNC220
-        command, env=environment() | more, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    yield process, (await asyncio.to_thread(process.stderr.readline)).split()[-1]
-    process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(process.wait, 30) == 143
-    process.stderr.close()
-
-
 @pytest.mark.packaging
 async def test_the_command_console_shows_the_workers_of_its_subject_prefix_and_their_gateways_address(
     worker_process: Callable[..., WorkerProcess],
@@ -807,12 +792,13 @@ async def test_the_command_console_shows_the_workers_of_its_subject_prefix_and_t
     async with await worker.client():
         pass
     arguments = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2])
-    async with started(*arguments) as (_, url), httpx2.AsyncClient() as http, asyncio.timeout(60):
-        await http.get(url)
-        api = f"{url.partition('?')[0]}api"
-        place = (await http.get(f"{api}/place")).json()
-        while not (found := (await http.get(f"{api}/workers")).json())["workers"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    with serving_process(*CONSOLE, *arguments) as url:
+        async with httpx2.AsyncClient() as http, asyncio.timeout(60):
+            await http.get(url)
+            api = f"{url.partition('?')[0]}api"
+            place = (await http.get(f"{api}/place")).json()
+            while not (found := (await http.get(f"{api}/workers")).json())["workers"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
     assert (found["prefix"], found["connected"], len(found["workers"])) == ("turnkeep", True, 1)
     assert re.fullmatch(r"[\w-]{43}", url.partition("token=")[2])
     assert (place["gateway"], place["has_gateway"]) == (f"http://127.0.0.1:{port}", True)
@@ -841,13 +827,14 @@ async def test_the_command_console_with_open_passes_the_browser_a_private_file_a
     browser.write_text(f'#!/bin/sh\nprintf %s "$1" > "{opened_}"\nuntil [ -e "{end}" ]; do sleep 0.1; done\n')
     browser.chmod(0o755)
     place = {"BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)}
-    async with started("--open", "--nats", nats_url, **place) as (_, url), asyncio.timeout(30):
-        await until(lambda: not (not opened_.exists() or not opened_.read_text().endswith(".html")))
-        page = tmp_path / opened_.read_text().removeprefix(f"file://{tmp_path}/")
-        assert page.stat().st_mode & 0o777 == 0o600
-        assert f'content="0; url={url}"' in page.read_text()
-        async with httpx2.AsyncClient() as http:  # while the browser runs
-            assert (await http.get(url)).status_code == 303
+    with serving_process(*CONSOLE, "--open", "--nats", nats_url, **place) as url:
+        async with asyncio.timeout(30):
+            await until(lambda: not (not opened_.exists() or not opened_.read_text().endswith(".html")))
+            page = tmp_path / opened_.read_text().removeprefix(f"file://{tmp_path}/")
+            assert page.stat().st_mode & 0o777 == 0o600
+            assert f'content="0; url={url}"' in page.read_text()
+            async with httpx2.AsyncClient() as http:  # while the browser runs
+                assert (await http.get(url)).status_code == 303
     assert not page.exists()
     end.touch()
 

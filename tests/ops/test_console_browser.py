@@ -2,12 +2,9 @@
 
 import asyncio
 import re
-import signal
-import subprocess
-import sys
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -15,7 +12,7 @@ import nats
 import pytest
 from nats.aio.msg import Msg
 
-from tests.commands.command_runs import environment
+from tests.commands.command_runs import serving_process
 from tests.ops.browser import Browser
 from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_top import Watched
@@ -31,17 +28,10 @@ TAB, ENTER, ESCAPE = "\ue004", "\ue007", "\ue00c"
 ANSWER = "document.querySelector('.turn:last-child .assistant')?.source ?? ''"
 
 
-@contextmanager
-def console(worker: WorkerProcess, listen: str = "127.0.0.1:0") -> Iterator[str]:
-    """`turnkeep console` as a process; yields the address that it prints."""
-    place = ["--data-dir", str(worker.data_dir), "--nats-port", worker.url.rpartition(":")[2]]
-    command = [sys.executable, "-m", "commands", "console", *place, "--listen", listen]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            yield process.stderr.readline().split()[-1]
-        finally:
-            process.send_signal(signal.SIGTERM)
+def console(worker: WorkerProcess, listen: str = "127.0.0.1:0") -> AbstractContextManager[str]:
+    """Run `turnkeep console` as a process; the context is the address that it prints."""
+    place = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2])
+    return serving_process("console", *place, "--listen", listen)
 
 
 async def recorded(client: Client, session: str) -> list[Generated]:

@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,7 +14,7 @@ import anyio
 import pytest
 
 from tests.commands.command_runs import command, where
-from tests.parts import LocalWorker, WorkerProcess, free_port
+from tests.parts import LocalWorker, NatsServer, WorkerProcess, free_port
 from turnkeep_client import writes
 from turnkeep_client.errors import TurnkeepError
 from worker import app as app_module
@@ -29,7 +28,7 @@ from worker.process.datadir import DataDir
 from worker.process.setting_kinds import Endpoint
 from worker.process.settings import Settings
 from worker.supervisor import Supervisor
-from worker.wire.broker import EmbeddedServer, find_server
+from worker.wire.broker import EmbeddedServer
 
 pytestmark = pytest.mark.process
 
@@ -117,25 +116,17 @@ async def test_the_ready_probe_fails_while_a_worker_is_loading_its_model(
 async def test_the_ready_probe_fails_while_nats_is_away_and_succeeds_when_nats_is_back(
     local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
-    port = free_port()
-    command = [str(find_server()), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(tmp_path / "nats")]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+    server = NatsServer(tmp_path / "nats")
+    server.start()
     try:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                    break
-                await asyncio.sleep(0.05)
-        worker = await local_worker(nats=f"nats://127.0.0.1:{port}")
+        worker = await local_worker(nats=server.url)
         server.kill()
-        server.wait()
         await unready(worker.app, "no connection to NATS")
-        server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+        server.start()
         await unready(worker.app)
         await worker.stop()
     finally:
         server.kill()
-        server.wait()
 
 
 async def test_a_worker_that_is_back_after_an_outage_of_nats_does_not_blame_a_full_disk(
