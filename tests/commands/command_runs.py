@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import time
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -89,6 +90,15 @@ def serving_process(*arguments: object, **more: str) -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 128 + signal.SIGTERM
+
+
+def installed(folder: Path, *packages: str) -> Path:
+    """Install packages in a new virtual environment; return the folder of its programs."""
+    venv.create(folder)
+    uv = Path(sys.executable).with_name("uv")
+    command = [uv, "pip", "install", "-q", "--python", folder / "bin" / "python", *packages]
+    subprocess.run(command, check=True)
+    return folder / "bin"
 
 
 def beside(program: str) -> str:

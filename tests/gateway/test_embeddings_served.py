@@ -2,9 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,8 @@ import httpx2
 import numpy as np
 import pytest
 from parts import TINY_CONTEXT, until
+
+from tests.commands.command_runs import installed
 
 TEXTS = ["Is water wet?", "Why is the sky blue?"]
 
@@ -141,10 +140,7 @@ async def test_reranking_returns_documents_sorted_by_score_with_their_index_in_t
 async def test_the_cohere_client_reranks_documents_through_both_versions_of_its_api(
     served: Any, tmp_path: Path
 ) -> None:
-    venv.create(tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    uv = Path(sys.executable).with_name("uv")
-    subprocess.run([uv, "pip", "install", "-q", "--python", python, "cohere"], check=True)  # noqa: ASYNC221
+    python = installed(tmp_path / "venv", "cohere") / "python"
     program = f"""
 import cohere, json
 for kind in (cohere.Client, cohere.ClientV2):
