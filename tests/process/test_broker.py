@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ops.http_server import listening
-from tests.parts import until
+from tests.parts import free_port, until
 from turnkeep_client.errors import TurnkeepError
 from worker.process.datadir import DataDir
 from worker.wire import broker
@@ -181,8 +181,9 @@ async def test_starting_nats_on_a_port_in_use_fails_with_an_error_that_names_the
 
 
 async def test_the_embedded_nats_server_speaks_websocket_only_on_the_port_set_for_websockets(
-    embed, directory, settings, unused_port
+    embed, directory, settings
 ):
+    unused_port = free_port()
     server = embed(directory, dataclasses.replace(settings, nats_websocket=unused_port))
     with socket.create_server(("127.0.0.1", unused_port)), pytest.raises(BrokerError) as caught:
         await server.start()
