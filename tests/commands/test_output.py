@@ -228,15 +228,13 @@ def test_the_help_lists_at_most_28_commands_in_groups_one_per_line_and_begins_wi
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "ask", "serve", "sessions", "show"])
-def test_the_help_of_run_chat_ask_serve_sessions_and_show_fits_in_40_lines(command: str) -> None:
+def test_the_help_of_the_most_used_commands_fits_in_40_lines_and_refers_to_no_docs_folder(
+    command: str,
+) -> None:
     shown = help_of(command)
     assert shown.count("\n") <= 40, shown
     assert "--help-all" in shown
-
-
-@pytest.mark.parametrize("command", ["run", "chat", "ask", "serve", "sessions", "show"])
-def test_no_help_text_refers_to_the_docs_folder_which_an_installation_does_not_have(command: str) -> None:
-    assert "docs/" not in help_of(command, flag="--help-all")
+    assert "docs/" not in help_of(command, flag="--help-all"), "an installation has no such folder"
 
 
 @pytest.mark.parametrize("command", ["ask", "sessions", "export", "serve"])
