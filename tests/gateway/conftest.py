@@ -20,7 +20,7 @@ from turnkeep_client.client import Client, connect
 
 
 class Door:
-    """A running gateway: its URL, its index of sessions, and OpenAI's client for it."""
+    """A running gateway: its URL, its index of sessions, and clients for it: OpenAI's, and one of HTTP."""
 
     def __init__(self, gateway: Gateway, server: Any, task: asyncio.Task[None], url: str) -> None:
         self.gateway = gateway
@@ -29,6 +29,7 @@ class Door:
         self.url = url
         self.worker: Any = None  # set for the fixture `worker`
         self.openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self.http = httpx2.AsyncClient(base_url=url, timeout=60)
 
     @property
     def index(self) -> Any:
@@ -46,6 +47,7 @@ class Door:
     async def stop(self) -> None:
         """Stop the gateway without waiting for answers, which the worker continues."""
         await self.openai.close()
+        await self.http.aclose()
         self.server.config.timeout_graceful_shutdown = 0
         self.server.should_exit = True
         await self.task
@@ -120,7 +122,6 @@ async def served(gateway: Any) -> Any:
 
 
 @pytest.fixture
-async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
+def http(served: Any) -> httpx2.AsyncClient:
     """An HTTP client for the gateway that the fixture `served` starts."""
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as client:
-        yield client
+    return served.http  # type: ignore[no-any-return]

@@ -16,8 +16,7 @@ TEXTS = ["Is water wet?", "Why is the sky blue?"]
 
 
 async def posted(served: Any, path: str, **body: Any) -> httpx2.Response:
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        return await http.post(path, json={"model": "m", **body})
+    return await served.http.post(path, json={"model": "m", **body})
 
 
 @pytest.mark.serves("embedding_model")
@@ -72,9 +71,8 @@ async def test_the_ollama_embed_endpoint_truncates_long_inputs_and_accepts_empty
         answer = await posted(served, "/api/embed", input=given, dimensions=0)
         assert (answer.status_code, len(answer.json()["embeddings"])) == (200, num), given
     assert (await posted(served, "/api/show")).json()["capabilities"] == ["embedding"]
-    async with httpx2.AsyncClient(base_url=served.url) as http:
-        assert (await http.get("/v1/models")).json()["data"][0]["makes"] == ["embeddings"]
-        assert (await http.get("/api/v0/models")).json()["data"][0]["type"] == "embeddings"
+    assert (await served.http.get("/v1/models")).json()["data"][0]["makes"] == ["embeddings"]
+    assert (await served.http.get("/api/v0/models")).json()["data"][0]["type"] == "embeddings"
 
 
 @pytest.mark.serves("embedding_model")

@@ -180,18 +180,17 @@ async def test_the_health_endpoint_reports_within_4_seconds_that_the_worker_or_t
     client = await process.client()
     await client.close()
     served = await door(process.url)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
-        for end in (process.kill, process.stop):  # without, and with its NATS server
-            async with asyncio.timeout(60):
-                while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            end()
-            await asyncio.sleep(0.2)  # until the server knows that the worker's connection is closed
-            async with asyncio.timeout(4):  # a question without an answer takes 5 s
-                answer = await http.get("/health")
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-            if end == process.kill:
-                process.start()
+    for end in (process.kill, process.stop):  # without, and with its NATS server
+        async with asyncio.timeout(60):
+            while (await served.http.get("/health")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        end()
+        await asyncio.sleep(0.2)  # until the server knows that the worker's connection is closed
+        async with asyncio.timeout(4):  # a question without an answer takes 5 s
+            answer = await served.http.get("/health")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        if end == process.kill:
+            process.start()
 
 
 async def test_the_root_page_shows_the_api_url_and_openapi_json_lists_all_routes(
@@ -238,18 +237,17 @@ async def test_api_keys_of_two_tenants_share_no_sessions_and_a_wrong_key_is_refu
     file = tmp_path / "keys"
     file.write_text("# keys\nsecret-1 acme\n\nsecret-2 umbrella\n")
     served = await gateway(keys=Keys.read(file))
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret-1"}):
-            answer = await http.post(CHAT, json=HELLO, headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        bodies = []
-        for headers in ({"authorization": "Bearer secret-1"}, {"x-api-key": "secret-2"}):
-            answer = await http.post(CHAT, json=said(temperature=0), headers=headers)
-            assert answer.headers["x-turnkeep-session"].endswith(" begun")
-            bodies.append(answer.json())
-        assert bodies[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        answer = await http.get("/v1/models", headers={"x-api-key": "secret-2"})
-        assert answer.status_code == 200
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret-1"}):
+        answer = await served.http.post(CHAT, json=HELLO, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    bodies = []
+    for headers in ({"authorization": "Bearer secret-1"}, {"x-api-key": "secret-2"}):
+        answer = await served.http.post(CHAT, json=said(temperature=0), headers=headers)
+        assert answer.headers["x-turnkeep-session"].endswith(" begun")
+        bodies.append(answer.json())
+    assert bodies[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    answer = await served.http.get("/v1/models", headers={"x-api-key": "secret-2"})
+    assert answer.status_code == 200
     tenants = {key.tenant for key in await worker.client.stored.subjects()}
     assert tenants == {"acme", "umbrella"}
 
@@ -381,16 +379,15 @@ async def test_the_gateway_refuses_each_unsupported_request_with_a_sentence_and_
 ) -> None:
     worker = await local_worker(model=str(request.getfixturevalue(model)))
     served = await door(worker.settings.nats, worker.settings.prefix)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        for path, fields, says, param in rows:
-            body = fields
-            if isinstance(fields, dict):
-                body = {name: one for name, one in (USUAL.get(path, {}) | fields).items() if one is not None}
-            answer = await http.post(path, json=body)
-            assert answer.status_code == 400, (path, fields)
-            sentence, field = refusal(path, answer.json())
-            assert says in sentence, (path, fields, sentence)
-            assert field == param, (path, fields)
+    for path, fields, says, param in rows:
+        body = fields
+        if isinstance(fields, dict):
+            body = {name: one for name, one in (USUAL.get(path, {}) | fields).items() if one is not None}
+        answer = await served.http.post(path, json=body)
+        assert answer.status_code == 400, (path, fields)
+        sentence, field = refusal(path, answer.json())
+        assert says in sentence, (path, fields, sentence)
+        assert field == param, (path, fields)
 
 
 TOO_LONG = {
@@ -406,13 +403,12 @@ async def test_a_conversation_longer_than_the_context_gets_the_error_text_of_the
     worker: Any, served: Any, *, stream: bool
 ) -> None:
     long = [{"role": "user", "content": "word " * 500}]
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        for path, says in TOO_LONG.items():
-            name = "input" if path == RESPONSES else "messages"
-            answer = await http.post(path, json={**USUAL.get(path, {}), name: long, "stream": stream})
-            assert answer.status_code == 400, path
-            assert re.search(says, refusal(path, answer.json())[0]), answer.text
-            assert path != CHAT or answer.json()["error"]["code"] == "context_length_exceeded"
+    for path, says in TOO_LONG.items():
+        name = "input" if path == RESPONSES else "messages"
+        answer = await served.http.post(path, json={**USUAL.get(path, {}), name: long, "stream": stream})
+        assert answer.status_code == 400, path
+        assert re.search(says, refusal(path, answer.json())[0]), answer.text
+        assert path != CHAT or answer.json()["error"]["code"] == "context_length_exceeded"
     async with asyncio.timeout(20):
         while {row.state for row in await list_sessions(worker.client, "default")} != {"forgotten"}:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
