@@ -14,15 +14,13 @@ import asyncio
 import queue
 import re
 from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import msgspec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 _ROOMS: Final = ("worker.", "cache.", "gateway.", "turnkeep_client.")
 #: Names of numbers that go back to 0.

@@ -330,6 +330,15 @@ async def local_worker(
 
 
 @pytest.fixture
+async def worker(
+    request: pytest.FixtureRequest, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> LocalWorker:
+    """A worker with the tiny model, or with the model and the settings that the mark `serves` names."""
+    mark = request.node.get_closest_marker("serves") or pytest.mark.serves("tiny_model").mark
+    return await local_worker(model=str(request.getfixturevalue(mark.args[0])), **mark.kwargs)
+
+
+@pytest.fixture
 def worker_process(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., WorkerProcess]]:
     """Make worker processes that the test starts; those that still run after the test are stopped."""
     made: list[WorkerProcess] = []

@@ -4,8 +4,6 @@ That process is the fork server of `multiprocessing`; each test process has one.
 arguments, environment, working directory and standard streams, and signals end it like a new process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

@@ -1,7 +1,5 @@
 """Makes products of test parameters: each run has some of the cases, `make soak` all."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any

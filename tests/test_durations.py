@@ -1,7 +1,5 @@
 """The report of slow tests, and the combinations of parameters in an ordinary run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of mutants fits the program and its tests; `make mutants`, which takes minutes, runs it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

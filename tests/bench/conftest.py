@@ -1,7 +1,5 @@
 """Fixtures of the bench tests: benches as processes, a model."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -4,8 +4,6 @@ A bench's `Suite` makes honest runs (the turns and samples of a healthy worker),
 such a run, and must fail the check that it names and no other.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Every bench as a command: complete, interrupted and failed runs, and their reports."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The code that all benches share: plans, reports on the disk, pages, comparisons, corpora."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The statistics of benches against simulations of known values, and what `bench device` suggests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from pathlib import Path

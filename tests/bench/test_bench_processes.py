@@ -1,7 +1,5 @@
 """Measurements of other programs than the worker: mlx-lm in a process, and HTTP servers with faults."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Runs the program as a user does: as a process, with its output in pipes or on a terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl
@@ -9,12 +7,14 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+import venv
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,6 +77,28 @@ async def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)
+
+
+@contextlib.contextmanager
+def serving_process(*arguments: object, **more: str) -> Iterator[str]:
+    """Run a command that serves HTTP as a process, until SIGTERM; yield the address that it prints first."""
+    command = [sys.executable, "-m", "commands", *map(str, arguments)]
+    with subprocess.Popen(command, env=environment() | more, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            yield process.stderr.readline().split()[-1]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 128 + signal.SIGTERM
+
+
+def installed(folder: Path, *packages: str) -> Path:
+    """Install packages in a new virtual environment; return the folder of its programs."""
+    venv.create(folder)
+    uv = Path(sys.executable).with_name("uv")
+    command = [uv, "pip", "install", "-q", "--python", folder / "bin" / "python", *packages]
+    subprocess.run(command, check=True)
+    return folder / "bin"
 
 
 def beside(program: str) -> str:

@@ -1,7 +1,5 @@
 """`turnkeep ask` with a real worker: its input, options and output, signals and outages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -44,8 +42,7 @@ async def ask(worker: LocalWorker, *arguments: object, **more: Any) -> subproces
     return await asyncio.to_thread(turnkeep, "ask", *options, *arguments, **more)
 
 
-async def test_text_piped_into_ask_is_sent_as_part_of_the_question(local_worker: Callable[..., Any]) -> None:
-    worker = await local_worker()
+async def test_text_piped_into_ask_is_sent_as_part_of_the_question(worker: LocalWorker) -> None:
     for arguments, piped, whole in (
         (("What is it?",), "", "What is it?"),
         (("What is it?",), "one\n  two\n", "What is it?\n\none\n  two"),
@@ -89,8 +86,7 @@ def test_ask_on_a_terminal_needs_a_question_or_a_dash_which_makes_it_read_the_te
         assert "no NATS server" in terminal.transcript
 
 
-async def test_the_request_of_ask_has_the_given_generation_options(local_worker: Callable[..., Any]) -> None:
-    worker = await local_worker()
+async def test_the_request_of_ask_has_the_given_generation_options(worker: LocalWorker) -> None:
     options = ("--system", "Be brief.", "--top-p", 0.5, "--temperature", 2, "--seed", 7)
     options += ("--top-k", 5, "--min-p", 0.1, "--repetition-penalty", 1.5)
     done = await ask(worker, "hello", *options, "--stop", "END", "--stop", "\n\n")
@@ -123,11 +119,11 @@ async def test_a_command_refuses_a_number_out_of_range_with_an_error_that_names_
     assert re.search(r"not in the range|not a number|-100 to 100", said), said
 
 
+@pytest.mark.serves("endless_model")
 async def test_ask_prints_into_a_pipe_exactly_the_logged_answer_as_text_or_as_json(
-    local_worker: Callable[..., Any], endless_model: Path
+    worker: LocalWorker,
 ) -> None:
     """The answer is neither wrapped nor truncated, and standard output has nothing else."""
-    worker = await local_worker(model=str(endless_model))
     done = await ask(worker, "hello", "--max-tokens", 300, "--temperature", 1, "--seed", 3, COLUMNS="20")
     assert (done.returncode, done.stderr) == (0, "turnkeep: ended at max_tokens (300): the answer is cut\n")
     text = (await answered(worker.client)).text
@@ -141,10 +137,10 @@ async def test_ask_prints_into_a_pipe_exactly_the_logged_answer_as_text_or_as_js
     assert result["seconds"]["total"] >= result["seconds"]["first_token"] > 0
 
 
+@pytest.mark.serves("endless_model")
 async def test_ask_cancels_its_answer_when_the_program_that_reads_its_output_closes_the_pipe(
-    local_worker: Callable[..., Any], endless_model: Path
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
     words = ["-m", "commands", "ask", "hello", "--session", "s", "--max-tokens", "50000"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -173,10 +169,10 @@ async def begun(client: Client, count: int) -> None:
 
 
 @pytest.mark.parametrize("ended", ["Ctrl-C", "SIGTERM", "closed terminal"])
+@pytest.mark.serves("endless_model")
 async def test_ask_cancels_its_answer_and_exits_with_130_on_ctrl_c_and_with_143_on_sigterm_or_hangup(
-    local_worker: Callable[..., Any], endless_model: Path, ended: str
+    worker: LocalWorker, ended: str
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
     options = ("--session", "s", "--max-tokens", 50_000, *where(worker))
     loop = asyncio.get_running_loop()
 
@@ -198,10 +194,10 @@ async def test_ask_cancels_its_answer_and_exits_with_130_on_ctrl_c_and_with_143_
     assert (await answered(worker.client)).finish_reason == "cancelled"
 
 
+@pytest.mark.serves("endless_model")
 async def test_ctrl_c_cancels_all_answers_that_one_ask_requested_and_closes_their_sessions(
-    local_worker: Callable[..., Any], endless_model: Path
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
     loop = asyncio.get_running_loop()
 
     def run() -> int:
@@ -297,9 +293,8 @@ async def test_a_question_to_a_named_session_is_answered_after_an_outage_althoug
 
 
 async def test_ask_reports_a_question_that_a_full_disk_kept_out_of_the_log_and_ends_at_one_ctrl_c(
-    local_worker: Callable[..., Any],
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     js = worker.app._nc.jetstream()
     log = (await js.stream_info(worker.client.subjects.log_stream)).config
     # A server with a full disk answers nothing.
@@ -354,10 +349,9 @@ async def test_ask_fails_with_exit_code_1_if_the_connection_to_nats_stays_lost(
     ids=["background job", "no terminal"],
 )
 async def test_ask_succeeds_as_a_background_job_and_without_a_controlling_terminal(
-    local_worker: Callable[..., Any], around: dict[str, Any]
+    worker: LocalWorker, around: dict[str, Any]
 ) -> None:
     """The system would stop a background process that changes the terminal's settings."""
-    worker = await local_worker()
     options = ("--session", "s", "--max-tokens", 4, *where(worker))
 
     def run() -> int:
@@ -368,9 +362,8 @@ async def test_ask_succeeds_as_a_background_job_and_without_a_controlling_termin
 
 
 async def test_ask_prints_json_that_fits_its_schema_file_and_refuses_a_file_without_a_schema(
-    local_worker, tmp_path: Path
+    worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     file = tmp_path / "schema.json"
     file.write_text('{"type": "array", "items": {"enum": [1, "x"]}, "minItems": 1, "maxItems": 2}')
     result = await ask(worker, "--schema", file, "--max-tokens", 40, "What is it?")
@@ -388,9 +381,8 @@ ASKED = ("ask", "--session", "s", "--max-tokens", 2, "hello")
 
 
 async def test_ask_starts_a_session_under_a_cache_policy_and_info_shows_its_visible_tokens(
-    local_worker: Callable,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     asked = (*ASKED, "--cache-policy", "sink_window:2,32", *where(worker))
     for _ in range(2):  # the second time the session has this policy
         done = await asyncio.to_thread(turnkeep, *asked)

@@ -1,7 +1,5 @@
 """`turnkeep chat` on a terminal of its own, with a real worker; the last exchanges of a session."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess
@@ -78,10 +76,8 @@ def said(all_requests: list[Request]) -> list[tuple[str, str | None]]:
 
 
 async def test_a_chat_begins_with_the_model_the_session_the_keyboard_shortcuts_and_the_last_exchange(
-    local_worker: Callable[..., Any],
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
-
     def begin(terminal: Terminal) -> None:
         terminal.wait_for(r"tiny on \w+, session 's', no tokens\.")
         terminal.wait_for("Ctrl-C stops an answer")
@@ -109,9 +105,8 @@ async def test_a_chat_begins_with_the_model_the_session_the_keyboard_shortcuts_a
 
 @pytest.mark.parametrize("more", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
 async def test_turnkeep_chat_and_turnkeep_show_print_no_escape_codes_with_no_color_or_on_a_dumb_terminal(
-    local_worker: Callable[..., Any], more: dict[str, str]
+    worker: LocalWorker, more: dict[str, str]
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("s").append(text="hello")
 
     def run() -> str:
@@ -131,10 +126,8 @@ async def test_turnkeep_chat_and_turnkeep_show_print_no_escape_codes_with_no_col
 
 
 async def test_a_chat_executes_slash_commands_explains_unknown_ones_and_sends_multi_line_questions(
-    local_worker: Callable[..., Any],
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
-
     def script(terminal: Terminal) -> None:
         terminal.wait_for(r"Alt-Enter, or \\ and Enter, begins a new line")
         dialogue(
@@ -177,9 +170,8 @@ async def test_a_chat_executes_slash_commands_explains_unknown_ones_and_sends_mu
 
 
 async def test_a_chat_can_retry_a_question_save_the_conversation_and_switch_sessions(
-    local_worker: Callable[..., Any], tmp_path: Path
+    worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     file = tmp_path / "said.md"
 
     def script(terminal: Terminal) -> None:
@@ -219,10 +211,8 @@ async def test_a_chat_can_retry_a_question_save_the_conversation_and_switch_sess
 
 
 async def test_in_a_chat_the_first_ctrl_c_clears_the_typed_line_and_the_second_one_ends_the_chat(
-    local_worker: Callable[..., Any],
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
-
     def script(terminal: Terminal) -> None:
         terminal.wait_for(PROMPT)
         for typed in ("never sent", "nor this"):  # what is typed is cleared each time
@@ -237,11 +227,10 @@ async def test_in_a_chat_the_first_ctrl_c_clears_the_typed_line_and_the_second_o
     assert said(await requests(worker.client)) == []
 
 
+@pytest.mark.serves("endless_model")
 async def test_ctrl_c_stops_a_streaming_answer_and_the_chat_takes_the_next_question(
-    local_worker: Callable[..., Any], endless_model: Path
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
-
     def script(terminal: Terminal) -> None:
         terminal.wait_for(PROMPT)
         terminal.type("first\r")
@@ -260,11 +249,8 @@ async def test_ctrl_c_stops_a_streaming_answer_and_the_chat_takes_the_next_quest
     assert (first.finish_reason, second.finish_reason) == ("cancelled", "length")
 
 
-async def test_text_typed_in_a_chat_during_an_answer_appears_at_the_next_prompt(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-
+@pytest.mark.serves("endless_model")
+async def test_text_typed_in_a_chat_during_an_answer_appears_at_the_next_prompt(worker: LocalWorker) -> None:
     def script(terminal: Terminal) -> None:
         terminal.wait_for(PROMPT)
         terminal.type("first\r")
@@ -283,9 +269,8 @@ async def test_text_typed_in_a_chat_during_an_answer_appears_at_the_next_prompt(
 
 
 async def test_sigterm_ends_a_chat_with_exit_code_143_while_it_waits_for_a_line_from_a_pipe(
-    local_worker: Callable[..., Any],
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     words = [sys.executable, "-m", "commands", "chat", "--session", "s", "--max-tokens", "5"]
 
     def run() -> tuple[int, str]:
@@ -312,9 +297,8 @@ def user(text: str) -> dict[str, Any]:
 
 
 async def test_the_last_exchanges_of_a_session_omit_failed_and_rewound_questions_and_repeats_of_a_request(
-    local_worker: Callable[..., Any],
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     session = worker.client.session("s")
 
     async def seen() -> list[tuple[str, int | None]]:
@@ -340,9 +324,8 @@ async def test_the_last_exchanges_of_a_session_omit_failed_and_rewound_questions
 
 
 async def test_a_chat_cannot_be_rewound_to_an_exchange_whose_tokens_a_later_exchange_has_rewritten(
-    local_worker: Callable[..., Any],
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     session = worker.client.session("s")
     for word in ("one", "two"):
         await session.generate(**user(word))

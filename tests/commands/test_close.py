@@ -1,7 +1,5 @@
 """`turnkeep close`, `cancel`, `rewind`, `sessions` and `drain`; `ask` closes its temporary session."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -19,8 +17,6 @@ from tests.parts import LocalWorker, free_port
 from turnkeep_client.errors import RequestFailedError
 from worker.wire import connection
 
-Start = Callable[..., Awaitable[LocalWorker]]
-
 
 async def states(worker: LocalWorker, *options: object) -> dict[str, str]:
     """Return the state of each session that is idle or closed, or that `turnkeep sessions` lists."""
@@ -36,9 +32,8 @@ async def secrets(worker: LocalWorker) -> list[str]:
 
 
 async def test_the_command_close_closes_the_named_sessions_and_with_the_option_forget_removes_their_data(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     for name in ("a", "b", "c"):
         await worker.client.session(name).append(text="a secret")
     done = await command("close", "a", "b", *where(worker))
@@ -63,9 +58,8 @@ async def test_the_command_close_closes_the_named_sessions_and_with_the_option_f
 
 
 async def test_commands_that_name_an_unknown_session_fail_with_one_line_and_create_no_session(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("garden").append(text="x")
     deeds = ["close", "rewind", "info", "show"]
     for deed in (*deeds, ("fork", "new"), ("cancel", "r"), ("export", "file")):
@@ -83,9 +77,8 @@ async def test_commands_that_name_an_unknown_session_fail_with_one_line_and_crea
 
 
 async def test_close_with_forget_removes_the_known_sessions_and_reports_each_unknown_name(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     for name in ("garden", "house", "lake"):
         await worker.client.session(name).append(text="x")
     done = await command("close", "--forget", "typo", "house", "gardn", "lake", *where(worker))
@@ -101,10 +94,10 @@ async def test_close_with_forget_removes_the_known_sessions_and_reports_each_unk
     assert (await states(worker))["garden"] == "idle"
 
 
+@pytest.mark.serves("endless_model")
 async def test_the_command_cancel_without_a_request_id_cancels_the_running_request_of_the_session(
-    local_worker: Start, endless_model: Path
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
     answer = worker.client.session("s").generate(text="x", max_tokens=50_000, request_id="turn")
     async for _ in answer:
         break
@@ -116,10 +109,10 @@ async def test_the_command_cancel_without_a_request_id_cancels_the_running_reque
     assert done.stderr.startswith("turnkeep: no request of session s is running;")
 
 
+@pytest.mark.serves("endless_model")
 async def test_the_command_close_waits_for_a_running_answer_and_prints_its_request_id(
-    local_worker: Start, endless_model: Path
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
     answer = worker.client.session("s").generate(text="x", max_tokens=50_000, request_id="turn")
     async with answer:
         async for _ in answer:
@@ -139,10 +132,10 @@ async def end_of(answer: Any) -> str | None:
     return (await answer).finish_reason
 
 
+@pytest.mark.serves("endless_model")
 async def test_close_with_cancel_and_forget_removes_a_session_with_a_running_and_a_waiting_request(
-    local_worker: Start, endless_model: Path
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
     session = worker.client.session("s")
     async with session.generate(text="x", max_tokens=50_000) as answer:
         async for _ in answer:
@@ -155,21 +148,10 @@ async def test_close_with_cancel_and_forget_removes_a_session_with_a_running_and
         assert await ended == "cancelled"
 
 
-async def test_the_command_fork_beyond_the_end_of_the_parent_session_fails_and_leaves_no_session(
-    local_worker: Start,
-) -> None:
-    worker = await local_worker()
-    position = (await worker.client.session("s").append(text="hello")).position
-    done = await command("fork", "s", "new", "--position", 99_999, *where(worker))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"turnkeep: cannot fork s at 99999: it ends at {position}\n"
-    assert await states(worker) == {"s": "idle"}
-
-
+@pytest.mark.serves("endless_model")
 async def test_the_command_fork_at_a_position_inside_a_running_answer_fails_and_prints_the_sessions_end(
-    local_worker: Start, endless_model: Path
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
     session = worker.client.session("s")
     position = (await session.append(text="hello")).position
     async with session.generate(text="x", max_tokens=50_000) as answer:
@@ -181,9 +163,8 @@ async def test_the_command_fork_at_a_position_inside_a_running_answer_fails_and_
 
 
 async def test_the_command_rewind_removes_the_last_exchanges_or_everything_after_a_given_position(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     session = worker.client.session("s")
     ends = [(await session.append(text="x")).position]
     for word in ("one", "two", "three"):
@@ -205,9 +186,8 @@ async def test_the_command_rewind_removes_the_last_exchanges_or_everything_after
 
 
 async def test_the_command_rewind_also_removes_exchanges_that_a_fork_has_taken_over_from_its_parents(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     session, ends = worker.client.session("s"), [0]
     for number, word in enumerate(("one", "two", "three", "four")):
         asked = session.generate(messages=[{"role": "user", "content": word}], max_tokens=2)
@@ -226,10 +206,10 @@ async def test_the_command_rewind_also_removes_exchanges_that_a_fork_has_taken_o
         assert done.stdout == f"rewound fork2 to position {ends[4 - last]}; removed: {word}\n", done.stderr
 
 
+@pytest.mark.serves("endless_model")
 async def test_the_command_rewind_removes_nothing_if_the_session_changes_before_the_request_runs(
-    local_worker: Start, endless_model: Path
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
     session = worker.client.session("s")
     await session.generate(messages=[{"role": "user", "content": "one"}], max_tokens=2)
     second = session.generate(messages=[{"role": "user", "content": "two"}], max_tokens=50_000)
@@ -253,10 +233,9 @@ async def test_the_command_rewind_removes_nothing_if_the_session_changes_before_
 
 
 async def test_the_command_ask_closes_its_session_even_if_its_question_is_refused(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
     """It erases nothing: that would rewrite up to 8 MB of the log after each question."""
-    worker = await local_worker()
     for text, code in (("a question", 0), ("a question " * 400, 1)):
         done = await asyncio.to_thread(turnkeep, "ask", text, "--max-tokens", 2, *where(worker))
         assert done.returncode == code, done.stderr
@@ -268,9 +247,8 @@ async def test_the_command_ask_closes_its_session_even_if_its_question_is_refuse
 
 
 async def test_a_refused_request_leaves_an_idle_session_idle_and_a_closed_session_closed(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     session = worker.client.session("s")
     await session.append(text="x")
     for state, deed in (("idle", session.rewind(99)), ("closed", session.append(text="y"))):
@@ -283,7 +261,7 @@ async def test_a_refused_request_leaves_an_idle_session_idle_and_a_closed_sessio
 
 @pytest.fixture
 async def two(local_worker: Callable[..., Awaitable[Any]], tmp_path: Path) -> tuple[Any, Any]:
-    """Start two workers of one prefix."""
+    """Callable[..., Awaitable[LocalWorker]] two workers of one prefix."""
     return tuple([await local_worker(data_dir=tmp_path / name, worker=name) for name in ("one", "two")])
 
 

@@ -1,7 +1,5 @@
 """`turnkeep demo` and `turnkeep run`: one command starts workers, answers, and leaves no process."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shlex

@@ -1,7 +1,5 @@
 """First starts, workers that still start, and how commands find their worker."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """`turnkeep model`: list, show, pull, convert and remove models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,11 +1,7 @@
 """The output of commands and of `--help`: tables on a terminal and in a pipe, JSON, errors, units."""
 
-from __future__ import annotations
-
 import inspect
 import json
-import os
-import pty
 import re
 import shlex
 import shutil
@@ -18,8 +14,8 @@ from types import CodeType, FunctionType
 import click
 import pytest
 from click.testing import CliRunner, Result
+from command_runs import Terminal, turnkeep, where
 from command_runs import command as run
-from command_runs import environment, turnkeep, where
 
 from bench.cli import NAMES
 from commands.cli import main
@@ -53,23 +49,9 @@ def test_a_table_printed_into_a_pipe_has_one_line_per_row_neither_wrapped_nor_tr
 
 
 def test_a_table_on_a_terminal_wraps_long_cells_without_losing_text(data_dir: Path) -> None:
-    control, terminal = pty.openpty()
-    command = [sys.executable, "-m", "commands", "model", "list", "--data-dir", str(data_dir)]
-    environ = environment() | {"COLUMNS": "60", "TERM": "xterm"}
-    with subprocess.Popen(command, stdout=terminal, stderr=terminal, env=environ) as process:
-        os.close(terminal)
-        output = b""
-        while True:
-            try:
-                read = os.read(control, 65536)
-            except OSError:  # Linux says so at the end of a terminal
-                break
-            if not read:
-                break
-            output += read
-    os.close(control)
-    assert process.returncode == 0
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", output.decode()).splitlines()
+    with Terminal("model", "list", "--data-dir", data_dir, columns=60) as terminal:
+        assert terminal.end() == 0
+        lines = terminal.transcript.splitlines()
     assert max(map(len, lines)) <= 60
     column = "".join(line.split()[0] for line in lines[1:] if not line.startswith(" "))
     assert LONG in column, "folded, not cut"
@@ -246,15 +228,13 @@ def test_the_help_lists_at_most_28_commands_in_groups_one_per_line_and_begins_wi
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "ask", "serve", "sessions", "show"])
-def test_the_help_of_run_chat_ask_serve_sessions_and_show_fits_in_40_lines(command: str) -> None:
+def test_the_help_of_the_most_used_commands_fits_in_40_lines_and_refers_to_no_docs_folder(
+    command: str,
+) -> None:
     shown = help_of(command)
     assert shown.count("\n") <= 40, shown
     assert "--help-all" in shown
-
-
-@pytest.mark.parametrize("command", ["run", "chat", "ask", "serve", "sessions", "show"])
-def test_no_help_text_refers_to_the_docs_folder_which_an_installation_does_not_have(command: str) -> None:
-    assert "docs/" not in help_of(command, flag="--help-all")
+    assert "docs/" not in help_of(command, flag="--help-all"), "an installation has no such folder"
 
 
 @pytest.mark.parametrize("command", ["ask", "sessions", "export", "serve"])

@@ -1,10 +1,7 @@
 """Images with questions on the command line: by an option, or by their paths in a terminal."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from shlex import quote
@@ -53,9 +50,8 @@ async def questions(client: Client) -> list[Any]:
 
 
 async def test_ask_sends_image_files_and_refuses_any_other_file_with_an_error_that_names_the_file(
-    local_worker: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path
+    worker: LocalWorker, files: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     (wrong := tmp_path / "notes.png").write_text("These are notes.")
     done = await run("ask", worker, "--image", wrong, "What?", text="")
     assert done.returncode == 2
@@ -99,9 +95,8 @@ def test_a_chat_line_attaches_images_only_if_the_whole_line_consists_of_existing
 
 
 async def test_a_chat_sends_and_saves_images_dragged_into_the_terminal_also_when_the_question_is_retried(
-    local_worker: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path
+    worker: LocalWorker, files: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     red, blue = files
     (wrong := tmp_path / "wrong.png").write_text("no picture")
     saved = tmp_path / "talk.md"

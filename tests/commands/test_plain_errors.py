@@ -1,7 +1,5 @@
 """Errors of files, folders and streams around a command are one line, without a traceback."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import re

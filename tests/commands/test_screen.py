@@ -1,7 +1,5 @@
 """Words wrap as they stream; a model cannot control the terminal."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Callable
@@ -39,15 +37,6 @@ def test_terminal_output_wraps_between_words_and_fills_each_line_as_far_as_possi
     shown = wrapped(words).split("\n")
     assert " ".join(line.strip() for line in shown) == words.strip()
     assert all(cell_len(line) + 1 + len(after.split()[0]) >= columns for line, after in pairwise(shown))
-
-
-@pytest.mark.parametrize("piece", [1, 2, 3, 7])
-def test_text_streamed_to_the_terminal_in_pieces_wraps_into_the_same_lines_as_the_whole_text(
-    columns: int, piece: int
-) -> None:
-    words = WordWrap()
-    parts = [words.feed(TEXT[i : i + piece]) for i in range(0, len(TEXT), piece)]
-    assert "".join(parts) + words.rest() == wrapped(TEXT)
 
 
 def test_a_word_streamed_to_the_terminal_is_printed_only_once_it_is_complete() -> None:

@@ -1,7 +1,5 @@
 """`turnkeep service` and `completion`, with stub programs in place of systemctl and launchctl."""
 
-from __future__ import annotations
-
 import getpass
 import json
 import os

@@ -1,32 +1,25 @@
 """The programs of `examples/` as a newcomer runs them, with a worker that is killed in the middle of each."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
-import venv
+from asyncio.subprocess import Process
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 from parts import free_port, png
 
+from tests.commands.command_runs import installed
+from turnkeep_client.client import Client
 from turnkeep_client.messages import Failed, Generated, decode_request, decode_result
-
-if TYPE_CHECKING:
-    from asyncio.subprocess import Process
-    from collections.abc import AsyncIterator, Callable
-
-    from nats.aio.msg import Msg
-
-    from turnkeep_client.client import Client
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60
@@ -111,15 +104,6 @@ async def here(request: pytest.FixtureRequest, worker_process: Any, tmp_path: Pa
     async with await worker.client(tenant=getattr(request, "param", "default")) as client:
         await until(lambda: asyncio.to_thread(lambda: '"event": "ready"' in worker.log))
         yield Here(worker, client, folder)
-
-
-def installed(folder: Path, *packages: str) -> Path:
-    """Install packages in a new virtual environment; return the folder of its programs."""
-    venv.create(folder)
-    uv = Path(sys.executable).with_name("uv")
-    command = [uv, "pip", "install", "-q", "--python", folder / "bin" / "python", *packages]
-    subprocess.run(command, check=True)
-    return folder / "bin"
 
 
 @asynccontextmanager

@@ -1,7 +1,5 @@
 """Chats of `examples/` in a browser: reloads in mid-answer, and kills of worker, gateway and pages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -9,26 +7,25 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 import pytest
 from forked import Forked
 from parts import free_port, until
 
-from tests.ops.browser import browsing
+from tests.ops.browser import Browser, browsing
 from turnkeep_client.messages import Generated, decode_result
 
 pytestmark = [pytest.mark.packaging, pytest.mark.process]
 
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 EXAMPLE = Path(__file__).parents[2] / "examples" / "nextjs"
 ANSWER = "document.querySelector('p.assistant')?.textContent"
 NUM_TOKENS = 12_000
@@ -126,10 +123,6 @@ def test_the_nextjs_chat_completes_its_answer_despite_page_reloads_and_kills_of_
     assert "".join(part.get("text", "") for part in answered["parts"]) == result.text
 
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.ops.browser import Browser
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ASKED = "JSON.parse(sessionStorage.getItem('asked'))"
 LONG_TOKENS = 5000

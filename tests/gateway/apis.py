@@ -1,14 +1,10 @@
 """The APIs for conversations, as a client sees them: how a request is written, and an answer read."""
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import httpx2
+import httpx2
 
 Body = dict[str, Any]
 

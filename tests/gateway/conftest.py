@@ -1,10 +1,10 @@
 """Fixtures that start gateways on loopback in this process, with OpenAI's client and an HTTP client."""
 
-from __future__ import annotations
-
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 import pytest
@@ -16,17 +16,11 @@ from gateway.app import Gateway
 from gateway.keys import Keys
 from ops.http_server import listening, serve, server, url_of
 from tests.at_rest import come_to_rest
-from turnkeep_client.client import connect
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-    from pathlib import Path
-
-    from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 
 
 class Door:
-    """A running gateway: its URL, its index of sessions, and OpenAI's client for it."""
+    """A running gateway: its URL, its index of sessions, and clients for it: OpenAI's, and one of HTTP."""
 
     def __init__(self, gateway: Gateway, server: Any, task: asyncio.Task[None], url: str) -> None:
         self.gateway = gateway
@@ -35,6 +29,7 @@ class Door:
         self.url = url
         self.worker: Any = None  # set for the fixture `worker`
         self.openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        self.http = httpx2.AsyncClient(base_url=url, timeout=60)
 
     @property
     def index(self) -> Any:
@@ -52,6 +47,7 @@ class Door:
     async def stop(self) -> None:
         """Stop the gateway without waiting for answers, which the worker continues."""
         await self.openai.close()
+        await self.http.aclose()
         self.server.config.timeout_graceful_shutdown = 0
         self.server.should_exit = True
         await self.task
@@ -108,13 +104,6 @@ def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def worker(request: pytest.FixtureRequest, local_worker: Any) -> Any:
-    """A worker with the tiny model, or with the model and the settings that the mark `serves` names."""
-    mark = request.node.get_closest_marker("serves") or pytest.mark.serves("tiny_model").mark
-    return await local_worker(model=str(request.getfixturevalue(mark.args[0])), **mark.kwargs)
-
-
-@pytest.fixture
 def gateway(worker: Any, door: Any) -> Callable[..., Awaitable[Door]]:
     """Return a function that starts a gateway for the fixture `worker`, with these options."""
 
@@ -133,7 +122,6 @@ async def served(gateway: Any) -> Any:
 
 
 @pytest.fixture
-async def http(served: Any) -> AsyncIterator[httpx2.AsyncClient]:
+def http(served: Any) -> httpx2.AsyncClient:
     """An HTTP client for the gateway that the fixture `served` starts."""
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as client:
-        yield client
+    return served.http  # type: ignore[no-any-return]

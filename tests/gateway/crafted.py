@@ -1,7 +1,5 @@
 """Crafted calls and results of a worker, and streams in parts, for the tests of each API's format."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -3,8 +3,6 @@
 The proxy changes the agent's requests, in each API's format, and passes on the answers unchanged.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping

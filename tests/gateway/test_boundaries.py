@@ -1,7 +1,5 @@
 """The digests that identify conversations (`boundaries`), and the index that finds sessions by them. Pure."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

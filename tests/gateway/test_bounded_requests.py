@@ -1,7 +1,5 @@
 """Any request is answered in the form of its API, and costs a bounded amount of time and memory."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -42,8 +40,7 @@ async def test_an_internal_error_of_the_gateway_has_the_error_format_of_its_api_
 
     monkeypatch.setattr(Handlers, "_body", fail)
     served = await gateway()
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        answer = await http.post(path, json=HELLO, headers=PAGE)
+    answer = await served.http.post(path, json=HELLO, headers=PAGE)
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the gateway failed: KeyError")
     assert answer.headers["access-control-allow-origin"] == PAGE["origin"]
     assert "KeyError: 'secret'" in caplog.text
@@ -56,11 +53,10 @@ async def test_a_client_that_is_still_sending_a_large_body_receives_the_refusal(
     limited = ApiKey("default", KeyLimits(requests=1))
     served = await gateway(keys=Keys({keys._digest("k"): limited}))
     body = {"messages": [{"role": "user", "content": "a" * num_bytes}]}
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        limited.one_request().__enter__()
-        for key, status in 5 * [("k", 429), ("other", 401)]:
-            answer = await http.post(CHAT, json=body, headers={"authorization": f"Bearer {key}"})
-            assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
+    limited.one_request().__enter__()
+    for key, status in 5 * [("k", 429), ("other", 401)]:
+        answer = await served.http.post(CHAT, json=body, headers={"authorization": f"Bearer {key}"})
+        assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
 
 
 MOST = common.MOST_ITEMS

@@ -1,7 +1,5 @@
 """Chat and text completions over HTTP: sessions are found by a conversation's content, and continued."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -301,13 +299,12 @@ async def test_an_answer_that_a_client_sends_back_joined_to_its_prefix_continues
         settings = served.worker.settings
         await served.stop()
         served = await door(settings.nats, settings.prefix)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as client:
-        whole = [*ASKED, {"role": "assistant", "content": "It is in" + said}]
-        _, _, cached, how = await ask_at(client, api, [*whole, user("Why?")])
-        assert (how, cached) == ("continued", num_prompt + 8 - 1)
-        unlike = [*ASKED, {"role": "assistant", "content": said}, user("Why?")]
-        _, _, _, how = await ask_at(client, api, unlike)
-        assert how == "begun", "the answer alone is another conversation"
+    whole = [*ASKED, {"role": "assistant", "content": "It is in" + said}]
+    _, _, cached, how = await ask_at(served.http, api, [*whole, user("Why?")])
+    assert (how, cached) == ("continued", num_prompt + 8 - 1)
+    unlike = [*ASKED, {"role": "assistant", "content": said}, user("Why?")]
+    _, _, _, how = await ask_at(served.http, api, unlike)
+    assert how == "begun", "the answer alone is another conversation"
 
 
 async def test_a_prefilled_assistant_message_gives_the_same_answer_as_the_prefix_option_of_the_worker(

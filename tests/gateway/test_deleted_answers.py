@@ -1,7 +1,5 @@
 """What a client has deleted, or left, is over: no later request shows it, nothing of it stays or goes on."""
 
-from __future__ import annotations
-
 import asyncio
 from base64 import b64encode
 from typing import Any
@@ -81,9 +79,8 @@ async def test_a_refused_request_to_count_tokens_leaves_no_image_in_the_log(
     client = worker.client
     source = {"type": "base64", "media_type": "image/png", "data": b64encode(png(1)).decode()}
     image = {"role": "user", "content": [{"type": "image", "source": source}]}
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        counting = {"messages": [image, {"role": "user", "content": "boom"}]}
-        answer = await http.post("/v1/messages/count_tokens", json=counting)
+    counting = {"messages": [image, {"role": "user", "content": "boom"}]}
+    answer = await served.http.post("/v1/messages/count_tokens", json=counting)
     assert (answer.status_code, "no boom" in answer.text) == (400, True), answer.text
 
     async def has_images() -> bool:

@@ -1,7 +1,5 @@
 """What each API of the gateway must do alike: stream what it answers, and find the conversation again."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx2

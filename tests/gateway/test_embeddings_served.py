@@ -1,12 +1,7 @@
 """Embeddings and ranks over HTTP, as clients of OpenAI, Ollama, Cohere and Jina request them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-import subprocess
-import sys
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +10,13 @@ import numpy as np
 import pytest
 from parts import TINY_CONTEXT, until
 
+from tests.commands.command_runs import installed
+
 TEXTS = ["Is water wet?", "Why is the sky blue?"]
 
 
 async def posted(served: Any, path: str, **body: Any) -> httpx2.Response:
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        return await http.post(path, json={"model": "m", **body})
+    return await served.http.post(path, json={"model": "m", **body})
 
 
 @pytest.mark.serves("embedding_model")
@@ -75,9 +71,8 @@ async def test_the_ollama_embed_endpoint_truncates_long_inputs_and_accepts_empty
         answer = await posted(served, "/api/embed", input=given, dimensions=0)
         assert (answer.status_code, len(answer.json()["embeddings"])) == (200, num), given
     assert (await posted(served, "/api/show")).json()["capabilities"] == ["embedding"]
-    async with httpx2.AsyncClient(base_url=served.url) as http:
-        assert (await http.get("/v1/models")).json()["data"][0]["makes"] == ["embeddings"]
-        assert (await http.get("/api/v0/models")).json()["data"][0]["type"] == "embeddings"
+    assert (await served.http.get("/v1/models")).json()["data"][0]["makes"] == ["embeddings"]
+    assert (await served.http.get("/api/v0/models")).json()["data"][0]["type"] == "embeddings"
 
 
 @pytest.mark.serves("embedding_model")
@@ -143,10 +138,7 @@ async def test_reranking_returns_documents_sorted_by_score_with_their_index_in_t
 async def test_the_cohere_client_reranks_documents_through_both_versions_of_its_api(
     served: Any, tmp_path: Path
 ) -> None:
-    venv.create(tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    uv = Path(sys.executable).with_name("uv")
-    subprocess.run([uv, "pip", "install", "-q", "--python", python, "cohere"], check=True)  # noqa: ASYNC221
+    python = installed(tmp_path / "venv", "cohere") / "python"
     program = f"""
 import cohere, json
 for kind in (cohere.Client, cohere.ClientV2):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
-from apis import APIS
+from apis import APIS, Api
 
 from gateway import conversations
 from tests.parts import NatsServer
@@ -16,12 +18,6 @@ from turnkeep_client import writes
 from turnkeep_client.client import connect
 from turnkeep_client.messages import encode
 from worker.metrics_collector import unloaded_metrics
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from apis import Api
 
 pytestmark = pytest.mark.process
 

@@ -1,7 +1,5 @@
 """Malformed, slow and oversized requests over raw sockets: after each the gateway serves others as before."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

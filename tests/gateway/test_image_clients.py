@@ -1,13 +1,10 @@
 """Clients from the registries send a picture as their users do; a model that was taught digits names it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 
 from commands.agents import GatewayAccess, start_of
 from tests import taught
+from tests.commands.command_runs import installed
 
 Start = Any
 
@@ -48,11 +46,7 @@ PI_PACKAGE = "@mariozechner/pi-coding-agent@0.73.1"
 
 def installed_python(name: str, folder: Path) -> list[str]:
     package, program = PYTHON[name]
-    venv.create(folder / "venv")
-    python = folder / "venv" / "bin" / "python"
-    uv = Path(sys.executable).with_name("uv")
-    subprocess.run([uv, "pip", "install", "-q", "--python", python, package], check=True)
-    return [str(python), "-c", program, "{url}", "{path}"]
+    return [str(installed(folder / "venv", package) / "python"), "-c", program, "{url}", "{path}"]
 
 
 def installed_node(name: str, folder: Path) -> list[str]:

@@ -1,7 +1,5 @@
 """Conversations with images through the gateway, with a model that sees and with one that does not."""
 
-from __future__ import annotations
-
 import asyncio
 from base64 import b64encode
 from collections.abc import AsyncIterator
@@ -11,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 from apis import APIS
-from test_image_requests import TYPES, body, digest, said
+from test_image_requests import body, digest, said
 
 from tests.device import tiny_seeing
 from tests.model.test_image_files import BROKEN
@@ -66,6 +64,7 @@ async def served(
         yield Served(started, http, worker)
 
 
+TYPES = {"chat": "image_url", "messages": "image", "responses": "input_image", "ollama": "image"}
 BOTH = pytest.mark.parametrize("served", [True, False], indirect=True, ids=["sees", "blind"])
 
 

@@ -1,7 +1,5 @@
 """Images in requests of each API: their files are stored by digest, and conversations are found with them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import ssl
@@ -26,7 +24,6 @@ from tests.parts import free_port, png
 from turnkeep_client.images import MOST_BYTES, files_of, images_in
 
 Start = Any
-TYPES = {"chat": "image_url", "messages": "image", "responses": "input_image", "ollama": "image"}
 PNG = png(1)
 
 

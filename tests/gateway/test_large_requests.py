@@ -1,7 +1,5 @@
 """New messages that do not fit in one NATS message are appended in pieces before the generate."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from typing import Any
@@ -88,10 +86,9 @@ async def test_a_restarted_gateway_does_not_append_again_the_messages_that_were_
         assert sum(b'"0 word' in one for one in sent) == 1
         await served.stop()
         served = await gateway()
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        again = await http.post(CHAT, json=body(SAID))
-        assert again.headers["x-turnkeep-session"] == "gw-left repeated", "after another restart too"
-        assert again.json()["choices"] == answer.json()["choices"]
+    again = await served.http.post(CHAT, json=body(SAID))
+    assert again.headers["x-turnkeep-session"] == "gw-left repeated", "after another restart too"
+    assert again.json()["choices"] == answer.json()["choices"]
 
 
 async def test_a_large_request_repeated_after_a_disconnect_appends_each_piece_only_once(

@@ -1,7 +1,5 @@
 """Limits of API keys: how the key file sets them, and refusals beyond them."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any

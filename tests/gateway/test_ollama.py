@@ -1,7 +1,5 @@
 """Ollama's API, and the paths that LM Studio's clients use besides OpenAI's."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -99,6 +97,5 @@ async def test_an_ollama_stream_has_only_lines_of_json_even_before_the_log_has_i
 
     monkeypatch.setattr(Generation, "send", slowly)
     body = {"model": "m", "messages": HELLO, "options": {"num_predict": 3}}
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        answer = await http.post("/api/chat", json=body, headers={"idempotency-key": "slow"})
+    answer = await served.http.post("/api/chat", json=body, headers={"idempotency-key": "slow"})
     assert [one["done"] for one in lines(answer)][-1]

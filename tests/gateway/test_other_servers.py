@@ -1,7 +1,5 @@
 """Requests with fields, encodings and content of other servers' clients, or that the model cannot read."""
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import json

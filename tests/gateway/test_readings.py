@@ -7,8 +7,6 @@ differs. `TURNKEEP_TEST_RECORD=1 pytest tests/gateway/test_readings.py` writes a
 what has changed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 `TURNKEEP_TEST_RECORD=1 pytest tests/gateway/test_recorded.py` writes the file anew: read what has changed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

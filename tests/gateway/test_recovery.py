@@ -1,19 +1,15 @@
 """What a gateway that starts finds in the log of each session."""
 
-from __future__ import annotations
-
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from gateway import boundaries, recovery
 from gateway.index import RequestName, SessionIndex
 from gateway.recovery import recover
 from turnkeep_client.errors import RequestFailedError
-
-if TYPE_CHECKING:
-    import pytest
-
-    from turnkeep_client.session import Session
+from turnkeep_client.session import Session
 
 #: Steps of a session: `a` and `b` are prompts that get an answer.
 STORIES: dict[str, dict[str, Any]] = {

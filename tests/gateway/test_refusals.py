@@ -1,7 +1,5 @@
 """Requests that the gateway refuses, by path: the status, words of the sentence, and the field at fault."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -182,18 +180,17 @@ async def test_the_health_endpoint_reports_within_4_seconds_that_the_worker_or_t
     client = await process.client()
     await client.close()
     served = await door(process.url)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
-        for end in (process.kill, process.stop):  # without, and with its NATS server
-            async with asyncio.timeout(60):
-                while (await http.get("/health")).status_code != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-            end()
-            await asyncio.sleep(0.2)  # until the server knows that the worker's connection is closed
-            async with asyncio.timeout(4):  # a question without an answer takes 5 s
-                answer = await http.get("/health")
-            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-            if end == process.kill:
-                process.start()
+    for end in (process.kill, process.stop):  # without, and with its NATS server
+        async with asyncio.timeout(60):
+            while (await served.http.get("/health")).status_code != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        end()
+        await asyncio.sleep(0.2)  # until the server knows that the worker's connection is closed
+        async with asyncio.timeout(4):  # a question without an answer takes 5 s
+            answer = await served.http.get("/health")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        if end == process.kill:
+            process.start()
 
 
 async def test_the_root_page_shows_the_api_url_and_openapi_json_lists_all_routes(
@@ -240,18 +237,17 @@ async def test_api_keys_of_two_tenants_share_no_sessions_and_a_wrong_key_is_refu
     file = tmp_path / "keys"
     file.write_text("# keys\nsecret-1 acme\n\nsecret-2 umbrella\n")
     served = await gateway(keys=Keys.read(file))
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret-1"}):
-            answer = await http.post(CHAT, json=HELLO, headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        bodies = []
-        for headers in ({"authorization": "Bearer secret-1"}, {"x-api-key": "secret-2"}):
-            answer = await http.post(CHAT, json=said(temperature=0), headers=headers)
-            assert answer.headers["x-turnkeep-session"].endswith(" begun")
-            bodies.append(answer.json())
-        assert bodies[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        answer = await http.get("/v1/models", headers={"x-api-key": "secret-2"})
-        assert answer.status_code == 200
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret-1"}):
+        answer = await served.http.post(CHAT, json=HELLO, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    bodies = []
+    for headers in ({"authorization": "Bearer secret-1"}, {"x-api-key": "secret-2"}):
+        answer = await served.http.post(CHAT, json=said(temperature=0), headers=headers)
+        assert answer.headers["x-turnkeep-session"].endswith(" begun")
+        bodies.append(answer.json())
+    assert bodies[1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    answer = await served.http.get("/v1/models", headers={"x-api-key": "secret-2"})
+    assert answer.status_code == 200
     tenants = {key.tenant for key in await worker.client.stored.subjects()}
     assert tenants == {"acme", "umbrella"}
 
@@ -286,14 +282,13 @@ async def test_at_its_start_a_gateway_deletes_logged_requests_that_were_sent_to_
             await asyncio.sleep(0.05)
 
 
-CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 RESPONSES, COMPACT = "/v1/responses", "/v1/responses/compact"
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
-GREETING = [{"role": "user", "content": "Hello."}]
 #: The fields of a request that a row of the table leaves out.
 USUAL: dict[str, dict[str, Any]] = {
-    CHAT: {"messages": GREETING, "max_tokens": 2},
-    MESSAGES: {"messages": GREETING, "max_tokens": 2},
+    CHAT: {"messages": HELLO["messages"], "max_tokens": 2},
+    MESSAGES: {"messages": HELLO["messages"], "max_tokens": 2},
     RESPONSES: {"input": "a"},
     COMPLETIONS: {"prompt": "a"},
     "/api/generate": {"model": "m", "prompt": "Once"},
@@ -319,7 +314,7 @@ TINY: list[Row] = [
         CHAT,
         {
             "messages": [
-                *GREETING,
+                *HELLO["messages"],
                 {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
                 {"role": "tool", "tool_call_id": "b", "content": "x"},
                 {"role": "assistant", "tool_calls": [{"id": "b", "function": {"name": "f"}}]},
@@ -333,6 +328,7 @@ TINY: list[Row] = [
     (COMPLETIONS, {"prompt": [99_999]}, "vocabulary", "prompt"),
     (COMPLETIONS, {"prompt": "a b " * 9_000}, "However, your messages resulted in", "prompt"),
     (MESSAGES, saying(7), "messages[0].content[0]: a part of a content must be an object with a type", None),
+    (f"{MESSAGES}/count_tokens", saying(7), "an object with a type", None),
     (MESSAGES, {"max_tokens": None}, "max_tokens: Field required", None),
     (MESSAGES, saying({"type": "tool_result", "tool_use_id": "b"}), f"messages: {ORPHAN}", None),
     (f"{MESSAGES}/count_tokens", saying({"type": "tool_result", "tool_use_id": "b"}), ORPHAN, None),
@@ -372,7 +368,7 @@ EMBEDDING: list[Row] = [
     (EMBEDDINGS, {"input": "a", "dimensions": 10**6}, "", "dimensions"),
     (CHAT, {}, "makes embeddings of texts", "messages"),
     (MESSAGES, {}, "makes embeddings of texts", None),
-    ("/api/chat", {"messages": GREETING}, "makes embeddings of texts", None),
+    ("/api/chat", {"messages": HELLO["messages"]}, "makes embeddings of texts", None),
 ]
 RANKING: list[Row] = [
     (RERANK, {"documents": []}, "", "documents"),
@@ -408,23 +404,15 @@ async def test_the_gateway_refuses_each_unsupported_request_with_a_sentence_and_
 ) -> None:
     worker = await local_worker(model=str(request.getfixturevalue(model)))
     served = await door(worker.settings.nats, worker.settings.prefix)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        for path, fields, says, param in rows:
-            body = fields
-            if isinstance(fields, dict):
-                body = {name: one for name, one in (USUAL.get(path, {}) | fields).items() if one is not None}
-            answer = await http.post(path, json=body)
-            assert answer.status_code == 400, (path, fields)
-            sentence, field = refusal(path, answer.json())
-            assert says in sentence, (path, fields, sentence)
-            assert field == param, (path, fields)
-
-
-async def test_a_count_tokens_request_with_a_number_as_content_is_refused_with_status_400(
-    http: httpx2.AsyncClient,
-) -> None:
-    answer = await http.post(f"{MESSAGES}/count_tokens", json=USUAL[MESSAGES] | saying(7))
-    assert (answer.status_code, "with a type" in refusal(MESSAGES, answer.json())[0]) == (400, True)
+    for path, fields, says, param in rows:
+        body = fields
+        if isinstance(fields, dict):
+            body = {name: one for name, one in (USUAL.get(path, {}) | fields).items() if one is not None}
+        answer = await served.http.post(path, json=body)
+        assert answer.status_code == 400, (path, fields)
+        sentence, field = refusal(path, answer.json())
+        assert says in sentence, (path, fields, sentence)
+        assert field == param, (path, fields)
 
 
 TOO_LONG = {
@@ -440,13 +428,12 @@ async def test_a_conversation_longer_than_the_context_gets_the_error_text_of_the
     worker: Any, served: Any, *, stream: bool
 ) -> None:
     long = [{"role": "user", "content": "word " * 500}]
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        for path, says in TOO_LONG.items():
-            name = "input" if path == RESPONSES else "messages"
-            answer = await http.post(path, json={**USUAL.get(path, {}), name: long, "stream": stream})
-            assert answer.status_code == 400, path
-            assert re.search(says, refusal(path, answer.json())[0]), answer.text
-            assert path != CHAT or answer.json()["error"]["code"] == "context_length_exceeded"
+    for path, says in TOO_LONG.items():
+        name = "input" if path == RESPONSES else "messages"
+        answer = await served.http.post(path, json={**USUAL.get(path, {}), name: long, "stream": stream})
+        assert answer.status_code == 400, path
+        assert re.search(says, refusal(path, answer.json())[0]), answer.text
+        assert path != CHAT or answer.json()["error"]["code"] == "context_length_exceeded"
     async with asyncio.timeout(20):
         while {row.state for row in await list_sessions(worker.client, "default")} != {"forgotten"}:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -1,7 +1,5 @@
 """How long conversations stay, and whether their KV gets to the disk."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

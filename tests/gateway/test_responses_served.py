@@ -1,7 +1,5 @@
 """OpenAI's Responses API over HTTP: conversations, streams, answers retrieved later, and compaction."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """The gateway's metrics, its header `x-turnkeep-explain`, and which web pages may send requests."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from pathlib import Path
@@ -45,9 +43,8 @@ async def test_a_gateway_publishes_its_request_and_conversation_counts_over_nats
 ) -> None:
     monkeypatch.setattr(app, "_PUBLISH_S", 0.2)
     served = await gateway(name="laptop-8080")
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
-        await http.post(CHAT, json=body(user("Hello.")))
-        await http.get("/nowhere")
+    await served.http.post(CHAT, json=body(user("Hello.")))
+    await served.http.get("/nowhere")
     async with asyncio.timeout(20):
         async for told in worker.client.gateways():
             if told.requests == {"200": 1, "404": 1}:
@@ -65,29 +62,28 @@ async def test_the_gateways_metrics_endpoint_counts_requests_conversations_and_t
     keys = Keys.read(tmp_path / "keys")
     served = await gateway(keys=keys)
     headers = {"authorization": "Bearer secret"}
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
-        first = await http.post(CHAT, json=body(user("Hello.")), headers=headers)
-        on = body(user("Hello."), said(first), user("On."))
-        second = await http.post(CHAT, json=on, headers=headers)
-        await http.post(CHAT, json=body(user("Hello.")))
-        await http.post("/no/such/path")
-        found = await samples(http)
-        used = second.json()["usage"]
-        num_prompt = used["prompt_tokens"]
-        assert found["http_requests_total", CHAT, "200"] == 2
-        assert found["http_requests_total", CHAT, "401"] == 1
-        assert found["http_requests_total", "other", "404"] == 1
-        assert found["requests_in_flight",] == 1, "this one"
-        assert found["conversations",] == 1
-        assert (found["answers_total", "begun"], found["answers_total", "continued"]) == (1, 1)
-        cached = used["prompt_tokens_details"]["cached_tokens"]
-        assert found["tokens_total", "reused"] == cached
-        before = first.json()["usage"]["prompt_tokens"]
-        assert found["tokens_total", "prefilled"] == before + num_prompt - cached
-        assert found["tokens_total", "generated"] == 8
-        for more in ({"host": "a.example"}, {"x-forwarded-for": "10.1.1.1"}, {"forwarded": "for=10.1.1.1"}):
-            refused = await http.get("/metrics", headers=more)
-            assert refused.status_code == 403
+    first = await served.http.post(CHAT, json=body(user("Hello.")), headers=headers)
+    on = body(user("Hello."), said(first), user("On."))
+    second = await served.http.post(CHAT, json=on, headers=headers)
+    await served.http.post(CHAT, json=body(user("Hello.")))
+    await served.http.post("/no/such/path")
+    found = await samples(served.http)
+    used = second.json()["usage"]
+    num_prompt = used["prompt_tokens"]
+    assert found["http_requests_total", CHAT, "200"] == 2
+    assert found["http_requests_total", CHAT, "401"] == 1
+    assert found["http_requests_total", "other", "404"] == 1
+    assert found["requests_in_flight",] == 1, "this one"
+    assert found["conversations",] == 1
+    assert (found["answers_total", "begun"], found["answers_total", "continued"]) == (1, 1)
+    cached = used["prompt_tokens_details"]["cached_tokens"]
+    assert found["tokens_total", "reused"] == cached
+    before = first.json()["usage"]["prompt_tokens"]
+    assert found["tokens_total", "prefilled"] == before + num_prompt - cached
+    assert found["tokens_total", "generated"] == 8
+    for more in ({"host": "a.example"}, {"x-forwarded-for": "10.1.1.1"}, {"forwarded": "for=10.1.1.1"}):
+        refused = await served.http.get("/metrics", headers=more)
+        assert refused.status_code == 403
 
 
 @pytest.mark.serves("endless_model")
@@ -96,41 +92,40 @@ async def test_the_explain_header_says_which_message_is_the_first_unknown_one_bu
 ) -> None:
     caplog.set_level(logging.INFO, "gateway")
     served = await gateway(explain=True)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
 
-        async def explained(*messages: dict[str, Any], **more: Any) -> tuple[list[str], httpx2.Response]:
-            answer = await http.post(CHAT, json=body(*messages, **more))
-            how, session, *rest = answer.headers["x-turnkeep-explain"].split("; ")
-            assert answer.headers["x-turnkeep-session"] == f"{session.removeprefix('session=')} {how}"
-            return [how, *rest], answer
+    async def explained(*messages: dict[str, Any], **more: Any) -> tuple[list[str], httpx2.Response]:
+        answer = await served.http.post(CHAT, json=body(*messages, **more))
+        how, session, *rest = answer.headers["x-turnkeep-explain"].split("; ")
+        assert answer.headers["x-turnkeep-session"] == f"{session.removeprefix('session=')} {how}"
+        return [how, *rest], answer
 
-        told = [SYSTEM, user("Hello.")]
-        found, first = await explained(*told)
-        assert found == ["begun", "messages=0/2", "tokens=0", "differs=none"]
-        told += [said(first), user("On.")]
-        num_tokens = first.json()["usage"]["total_tokens"]
-        found, second = await explained(*told)
-        assert found == ["continued", "messages=3/4", f"tokens={num_tokens}", "differs=none"]
-        assert not caplog.records, "all was found"
-        told += [said(second), user("Again.")]
-        changed = [{**SYSTEM, "content": "Another"}, *told[1:]]
-        found, _ = await explained(*changed)
-        assert found == ["begun", "messages=0/6", "tokens=0", "differs=messages[0] (system, 7 characters)"]
-        found, _ = await explained(*told[:4], {"role": "assistant", "content": "No"}, told[5])
-        assert found[0] == "forked"
-        assert found[1:] == [
-            "messages=3/6",
-            f"tokens={num_tokens}",
-            "differs=messages[4] (assistant, 2 characters)",
-        ]
-        tool = {"type": "function", "function": {"name": "f"}}
-        found, _ = await explained(*told, tools=[tool])
-        assert found[-1] == "differs=tools"
-        text = caplog.text
-        assert "0 of a conversation's 6 messages were found: messages[0] (system, 7 characters)" in text
-        assert text.count("differs from all known") == 3
-        assert "secret" not in text
-        assert "Again" not in text
+    told = [SYSTEM, user("Hello.")]
+    found, first = await explained(*told)
+    assert found == ["begun", "messages=0/2", "tokens=0", "differs=none"]
+    told += [said(first), user("On.")]
+    num_tokens = first.json()["usage"]["total_tokens"]
+    found, second = await explained(*told)
+    assert found == ["continued", "messages=3/4", f"tokens={num_tokens}", "differs=none"]
+    assert not caplog.records, "all was found"
+    told += [said(second), user("Again.")]
+    changed = [{**SYSTEM, "content": "Another"}, *told[1:]]
+    found, _ = await explained(*changed)
+    assert found == ["begun", "messages=0/6", "tokens=0", "differs=messages[0] (system, 7 characters)"]
+    found, _ = await explained(*told[:4], {"role": "assistant", "content": "No"}, told[5])
+    assert found[0] == "forked"
+    assert found[1:] == [
+        "messages=3/6",
+        f"tokens={num_tokens}",
+        "differs=messages[4] (assistant, 2 characters)",
+    ]
+    tool = {"type": "function", "function": {"name": "f"}}
+    found, _ = await explained(*told, tools=[tool])
+    assert found[-1] == "differs=tools"
+    text = caplog.text
+    assert "0 of a conversation's 6 messages were found: messages[0] (system, 7 characters)" in text
+    assert text.count("differs from all known") == 3
+    assert "secret" not in text
+    assert "Again" not in text
 
 
 def test_the_gateway_indexes_at_most_the_20000_most_recent_message_boundaries() -> None:
@@ -149,29 +144,28 @@ async def test_cors_allows_requests_from_local_pages_and_configured_sites_and_re
     served = await gateway(cors=named)
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     local = ["http://localhost:3000", "http://127.0.0.1:5173", "http://[::1]:80", "http://tauri.localhost"]
-    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
-        for site in (*named, *local, "app://obsidian.md", "vscode-file://vscode-app"):
-            preflight = await http.options(CHAT, headers={"origin": site, **asks})
-            assert preflight.status_code == 200, site
-            assert preflight.headers["access-control-allow-origin"] == site
-            assert "authorization" in preflight.headers["access-control-allow-headers"]
-            answer = await http.post(CHAT, json=body(user("a")), headers={"origin": site})
-            assert answer.status_code == 200, site
-            assert answer.headers["access-control-allow-origin"] == site
-            exposed = answer.headers["access-control-expose-headers"]
-            assert {"x-turnkeep-session", "x-turnkeep-warnings"} <= {*exposed.split(", ")}
-        for site in (
-            "https://other.example",
-            "null",
-            "https://localhost.example",
-            "https://b.example",
-            "app",
-        ):
-            other = {"origin": site}
-            answer = await http.post(CHAT, json=body(user("a")), headers=other)
-            assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (403, False)
-            preflight = await http.options(CHAT, headers={**other, **asks})
-            assert "access-control-allow-origin" not in preflight.headers
+    for site in (*named, *local, "app://obsidian.md", "vscode-file://vscode-app"):
+        preflight = await served.http.options(CHAT, headers={"origin": site, **asks})
+        assert preflight.status_code == 200, site
+        assert preflight.headers["access-control-allow-origin"] == site
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        answer = await served.http.post(CHAT, json=body(user("a")), headers={"origin": site})
+        assert answer.status_code == 200, site
+        assert answer.headers["access-control-allow-origin"] == site
+        exposed = answer.headers["access-control-expose-headers"]
+        assert {"x-turnkeep-session", "x-turnkeep-warnings"} <= {*exposed.split(", ")}
+    for site in (
+        "https://other.example",
+        "null",
+        "https://localhost.example",
+        "https://b.example",
+        "app",
+    ):
+        other = {"origin": site}
+        answer = await served.http.post(CHAT, json=body(user("a")), headers=other)
+        assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (403, False)
+        preflight = await served.http.options(CHAT, headers={**other, **asks})
+        assert "access-control-allow-origin" not in preflight.headers
 
 
 async def test_a_host_header_of_an_unknown_domain_is_refused_unless_the_gateway_has_keys(

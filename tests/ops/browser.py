@@ -1,7 +1,5 @@
 """Controls a headless Chromium through chromedriver with user actions: W3C's WebDriver protocol over HTTP."""
 
-from __future__ import annotations
-
 import base64
 import shutil
 import subprocess

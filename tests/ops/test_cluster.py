@@ -1,7 +1,5 @@
 """A cluster of three NATS nodes with the generated configuration; one node may be killed during an answer."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -21,6 +19,7 @@ from nats.js.api import StreamConfig
 from parts import free_port, nats_server_program
 
 from ops.nats.tenants import main
+from tests.ops.test_tenants import run
 from turnkeep_client.client import connect
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.wire.journal import Journal
@@ -28,12 +27,6 @@ from worker.wire.journal import Journal
 pytestmark = [pytest.mark.packaging, pytest.mark.process, pytest.mark.timeout(400)]
 
 STREAMS = ("turnkeep_log", "turnkeep_tok", "KV_turnkeep_workers")
-
-
-def run(folder: Path, *arguments: str) -> str:
-    done = CliRunner().invoke(main, [str(folder), *arguments])
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 def make_certificates(folder: Path) -> None:

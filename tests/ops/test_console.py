@@ -1,16 +1,12 @@
 """The HTTP API of `turnkeep console`: access, sessions, actions, streams; and the command's options."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +28,7 @@ from ops.console.turns import shown
 from ops.http_server import listening, server, url_of
 from ops.log import searching, session_file
 from ops.log.conversation import LoggedTurn, part
-from tests.commands.command_runs import command, environment
+from tests.commands.command_runs import command, serving_process
 from tests.ops.test_top import Watched
 from tests.parts import LocalWorker, WorkerProcess, free_port, until
 from tests.protocol.scripted_worker import metrics
@@ -54,9 +50,8 @@ from turnkeep_client.messages import (
 from turnkeep_client.session import Session
 from worker.process.settings import Settings
 
-Start = Callable[..., Awaitable[LocalWorker]]
-
 TOKEN = "of-these-tests"
+CONSOLE = ("console", "--listen", "127.0.0.1:0")
 
 
 class OnShelf:
@@ -173,8 +168,7 @@ async def opened(client: Client, **options: Any) -> AsyncIterator[Page]:
             yield page
 
 
-async def test_the_web_console_refuses_requests_without_its_access_token(local_worker: Start) -> None:
-    worker = await local_worker()
+async def test_the_web_console_refuses_requests_without_its_access_token(worker: LocalWorker) -> None:
     async with serving(worker.client) as url, httpx2.AsyncClient(base_url=url) as http:
         for path in ("/main.js", "/api/workers", "/api/sessions", "/api/sessions/a", "/nothing"):
             assert (await http.get(path)).status_code == 401, path
@@ -198,30 +192,27 @@ async def test_the_web_console_refuses_requests_without_its_access_token(local_w
 
 
 async def test_the_web_console_refuses_foreign_host_names_and_requests_from_other_origins(
-    local_worker: Start,
+    worker: LocalWorker, page: Page
 ) -> None:
-    worker = await local_worker()
-    async with opened(worker.client) as page:
-        for host in ("rebound.example", "[", "[::1", ""):
-            answer = await page.http.get("/api/workers", headers={"Host": host})
-            assert (answer.status_code, "ask for localhost" in answer.text) == (421, True)
-        assert (await page.http.get("/api/workers", headers={"Host": "localhost:1"})).status_code == 200
-        for origin in ("http://127.0.0.1:1", "https://evil.example", "null", ""):
-            answer = await page.http.post(
-                "/api/sessions/a/ask", json={"id": "x", "text": "x"}, headers={"Origin": origin}
-            )
-            assert answer.status_code == 403
-        for site, status in (("same-site", 403), ("cross-site", 403), ("none", 403), ("same-origin", 400)):
-            headers = {"Sec-Fetch-Site": site}
-            answer = await page.http.post("/api/sessions/a/ask", json={}, headers=headers)
-            assert answer.status_code == status, site
-        assert await worker.client.log() == []
+    for host in ("rebound.example", "[", "[::1", ""):
+        answer = await page.http.get("/api/workers", headers={"Host": host})
+        assert (answer.status_code, "ask for localhost" in answer.text) == (421, True)
+    assert (await page.http.get("/api/workers", headers={"Host": "localhost:1"})).status_code == 200
+    for origin in ("http://127.0.0.1:1", "https://evil.example", "null", ""):
+        answer = await page.http.post(
+            "/api/sessions/a/ask", json={"id": "x", "text": "x"}, headers={"Origin": origin}
+        )
+        assert answer.status_code == 403
+    for site, status in (("same-site", 403), ("cross-site", 403), ("none", 403), ("same-origin", 400)):
+        headers = {"Sec-Fetch-Site": site}
+        answer = await page.http.post("/api/sessions/a/ask", json={}, headers=headers)
+        assert answer.status_code == status, site
+    assert await worker.client.log() == []
 
 
 async def test_the_web_console_shows_the_sessions_of_each_of_several_models_separately(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("a").append(tokens=[5])
     async with connect(worker.settings.nats, prefix="nobody") as other:
         async with opened(worker.client, others=[other]) as page:
@@ -239,9 +230,8 @@ async def test_the_web_console_shows_the_sessions_of_each_of_several_models_sepa
 
 
 async def test_a_read_only_console_refuses_every_action_except_the_export_of_sessions(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("a").append(tokens=[5] * 10)
     before = await worker.client.log()
     async with opened(worker.client, read_only=True) as page:
@@ -257,9 +247,8 @@ async def test_a_read_only_console_refuses_every_action_except_the_export_of_ses
 
 
 async def test_the_consoles_session_list_shows_first_words_states_and_costs_and_can_be_paged_and_filtered(
-    local_worker: Start,
+    worker: LocalWorker, page: Page
 ) -> None:
-    worker = await local_worker()
     for number in range(52):
         await worker.client.session(f"s{number}").append(tokens=[5, 6])
     talk = worker.client.session("talk")
@@ -267,63 +256,60 @@ async def test_the_consoles_session_list_shows_first_words_states_and_costs_and_
         await talk.generate(messages=[{"role": "user", "content": EVIL}], max_tokens=3) for _ in range(2)
     ]
     await worker.client.session("s7").close()
-    async with opened(worker.client) as page:
-        first, second = [await page.get("sessions", skip=skip) for skip in (0, 50)]
-        assert (first["total"], len(first["rows"]), len(second["rows"])) == (53, 50, 3)
-        assert [row["session"] for row in first["rows"][:2]] == ["s7", "talk"]
-        row, cost = first["rows"][1], first["costs"][1]
-        assert (row["state"], row["position"]) == ("idle", results[-1].position)
-        assert row["begins"].startswith(EVIL[:30])
-        spent = [one.usage for one in results]
-        assert cost["generated"] == sum(one.completion_tokens for one in spent)
-        assert cost["prefilled"] == sum(one.prefilled_tokens for one in spent)
-        assert cost["found"] == sum(one.cached_tokens for one in spent)
-        assert cost["seconds"] == pytest.approx(sum(one.seconds.total for one in results))
-        again = await talk.generate(text="more", max_tokens=2)  # new results are added to the sums
-        searched = await page.get("sessions", words="SCRIPT")
-        (row,), (cost,) = searched["rows"], searched["costs"]
-        assert (row["session"], cost["generated"]) == (
-            "talk",
-            sum(one.completion_tokens for one in spent) + again.usage.completion_tokens,
-        )
-        closed = await page.get("sessions", state="closed")
-        assert [row["session"] for row in closed["rows"]] == ["s7"]
-        assert [row["session"] for row in (await page.get("sessions", sort="name", words="s1"))["rows"]][
-            :2
-        ] == ["s1", "s10"]
-        assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
+    first, second = [await page.get("sessions", skip=skip) for skip in (0, 50)]
+    assert (first["total"], len(first["rows"]), len(second["rows"])) == (53, 50, 3)
+    assert [row["session"] for row in first["rows"][:2]] == ["s7", "talk"]
+    row, cost = first["rows"][1], first["costs"][1]
+    assert (row["state"], row["position"]) == ("idle", results[-1].position)
+    assert row["begins"].startswith(EVIL[:30])
+    spent = [one.usage for one in results]
+    assert cost["generated"] == sum(one.completion_tokens for one in spent)
+    assert cost["prefilled"] == sum(one.prefilled_tokens for one in spent)
+    assert cost["found"] == sum(one.cached_tokens for one in spent)
+    assert cost["seconds"] == pytest.approx(sum(one.seconds.total for one in results))
+    again = await talk.generate(text="more", max_tokens=2)  # new results are added to the sums
+    searched = await page.get("sessions", words="SCRIPT")
+    (row,), (cost,) = searched["rows"], searched["costs"]
+    assert (row["session"], cost["generated"]) == (
+        "talk",
+        sum(one.completion_tokens for one in spent) + again.usage.completion_tokens,
+    )
+    closed = await page.get("sessions", state="closed")
+    assert [row["session"] for row in closed["rows"]] == ["s7"]
+    assert [row["session"] for row in (await page.get("sessions", sort="name", words="s1"))["rows"]][:2] == [
+        "s1",
+        "s10",
+    ]
+    assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
 
 
 async def test_the_console_loads_the_last_30_turns_of_a_conversation_first_and_earlier_turns_on_request(
-    local_worker: Start,
+    worker: LocalWorker, page: Page
 ) -> None:
-    worker = await local_worker()
     session = worker.client.session("long")
     for number in range(65):
         await session.append(text=f"{number},")
-    async with opened(worker.client) as page:
-        found, query = list[dict[str, Any]](), dict[str, Any]()
-        sizes = []
-        while True:
-            answer = await page.get("sessions/long", **query)
-            found = answer["turns"] + found
-            sizes.append(len(answer["turns"]))
-            if not answer["more"]:
-                break
-            query = dict(zip(("before", "end"), answer["more"], strict=True))
-        assert sizes == [30, 30, 5]
-        assert [turn["said"][0]["text"] for turn in found] == [f"{number}," for number in range(65)]
-        assert {turn["state"] for turn in found} == {"done"}
-        assert found[-1]["spent"]["prefilled"] == 3
-        assert await page.get("sessions/none") == {"row": None, "cost": None, "turns": [], "more": None}
+    found, query = list[dict[str, Any]](), dict[str, Any]()
+    sizes = []
+    while True:
+        answer = await page.get("sessions/long", **query)
+        found = answer["turns"] + found
+        sizes.append(len(answer["turns"]))
+        if not answer["more"]:
+            break
+        query = dict(zip(("before", "end"), answer["more"], strict=True))
+    assert sizes == [30, 30, 5]
+    assert [turn["said"][0]["text"] for turn in found] == [f"{number}," for number in range(65)]
+    assert {turn["state"] for turn in found} == {"done"}
+    assert found[-1]["spent"]["prefilled"] == 3
+    assert await page.get("sessions/none") == {"row": None, "cost": None, "turns": [], "more": None}
     assert (await part(worker.client, "none", 3)) == ([], None)
 
 
 async def test_the_console_api_returns_for_each_turn_the_position_at_which_to_fork_to_regenerate_the_turn(
-    local_worker: Start,
+    worker: LocalWorker, page: Page
 ) -> None:
     """Also the first turn of a page, and none after which the template has changed what was before it."""
-    worker = await local_worker()
     session = worker.client.session("s")
     ends = [(await session.append(text=f"{number},")).position for number in range(35)]
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
@@ -333,12 +319,11 @@ async def test_the_console_api_returns_for_each_turn_the_position_at_which_to_fo
     assert last.rewritten_from is not None
     with pytest.raises(RequestFailedError):
         await session.rewind(9999)
-    async with opened(worker.client) as page:
-        turns = (await page.get("sessions/s"))["turns"]
-        assert [one.get("start") for one in turns] == [*ends[7:35], None, last.position]
-        assert [one.get("kept") for one in turns][-3:] == [ends[34], last.rewritten_from, None]
-        await page.post("s/fork", {"name": "v2", "position": turns[0]["start"]})
-        assert len((await worker.client.session("v2").history()).turns) == 8
+    turns = (await page.get("sessions/s"))["turns"]
+    assert [one.get("start") for one in turns] == [*ends[7:35], None, last.position]
+    assert [one.get("kept") for one in turns][-3:] == [ends[34], last.rewritten_from, None]
+    await page.post("s/fork", {"name": "v2", "position": turns[0]["start"]})
+    assert len((await worker.client.session("v2").history()).turns) == 8
 
 
 def test_the_console_shows_text_reasoning_tool_calls_and_costs_of_a_turn_separately() -> None:
@@ -387,9 +372,8 @@ def test_the_console_shows_text_reasoning_tool_calls_and_costs_of_a_turn_separat
 
 
 async def test_the_console_forks_exports_closes_reopens_and_forgets_a_session(
-    local_worker: Start, tmp_path: Path
+    worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     client = worker.client
     await client.session("a").append(tokens=[5] * 40)
     async with opened(client) as page:
@@ -416,10 +400,10 @@ async def test_the_console_forks_exports_closes_reopens_and_forgets_a_session(
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
 
 
+@pytest.mark.serves("endless_model")
 async def test_closing_a_session_in_the_console_during_an_answer_says_that_the_close_follows_the_answer(
-    local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+    client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = (await local_worker(model=str(endless_model))).client
     monkeypatch.setattr(question_api, "PATIENCE_S", 0.5)
     async with client.session("a").generate(text="x", max_tokens=50_000) as answer, opened(client) as page:
         async for _ in answer:
@@ -433,25 +417,22 @@ async def test_closing_a_session_in_the_console_during_an_answer_says_that_the_c
 
 
 async def test_the_console_leaves_no_temporary_export_file_whatever_http_range_header_a_request_has(
-    local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: LocalWorker, page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("a").append(tokens=[5] * 40)
     made = tmp_path / "temporary"
     made.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(made))
-    async with opened(worker.client) as page:
-        whole = await page.http.get("/api/sessions/a/export")
-        for asked in ("bytes=0-9", "bytes=x-", "bytes=99999999-"):
-            answer = await page.http.get("/api/sessions/a/export", headers={"Range": asked})
-            assert (answer.status_code, answer.content) == (200, whole.content)
+    whole = await page.http.get("/api/sessions/a/export")
+    for asked in ("bytes=0-9", "bytes=x-", "bytes=99999999-"):
+        answer = await page.http.get("/api/sessions/a/export", headers={"Range": asked})
+        assert (answer.status_code, answer.content) == (200, whole.content)
     assert [*made.iterdir()] == []
 
 
 async def test_the_consoles_full_search_finds_words_anywhere_in_questions_and_answers(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     client = worker.client
     garden = client.session("garden")
     await garden.generate(messages=[{"role": "user", "content": "What grows?"}], max_tokens=2)
@@ -483,16 +464,12 @@ async def test_the_consoles_full_search_finds_words_anywhere_in_questions_and_an
         assert await found('"text"', whole=1) == ([], {})
 
 
-async def test_a_console_search_that_runs_out_of_time_reports_an_incomplete_result(
-    local_worker: Start,
-) -> None:
-    client = (await local_worker()).client
+async def test_a_console_search_that_runs_out_of_time_reports_an_incomplete_result(client: Client) -> None:
     await client.session("a").append(text="abc")
     assert await searching.said(client, "abc", 0) == ({}, False)
 
 
-async def test_the_console_exports_a_conversation_as_markdown_and_as_json(local_worker: Start) -> None:
-    client = (await local_worker()).client
+async def test_the_console_exports_a_conversation_as_markdown_and_as_json(client: Client, page: Page) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     told = [
         {"role": "system", "content": "S"},
@@ -501,29 +478,26 @@ async def test_the_console_exports_a_conversation_as_markdown_and_as_json(local_
         {"role": "tool", "content": "21", "tool_call_id": "c"},
     ]
     await client.session("a").append(messages=told)
-    async with opened(client) as page:
-        answer = await page.http.get("/api/sessions/a/export", params={"form": "md"})
-        assert answer.headers["content-disposition"] == 'attachment; filename="a.md"'
-        assert answer.text == (
-            "# a\n\n## System\n\nS\n\n## You\n\nQ\n\n## Model\n\n**A**\n\n```json\n"
-            '{"name":"f","arguments":"{}"}\n```\n\n## Result of a tool\n\n21\n'
-        )
-        assert (await page.http.get("/api/sessions/a/export", params={"form": "json"})).json() == told
-        for name, form in (("a", "pdf"), ("none", "md")):
-            answer = await page.http.get(f"/api/sessions/{name}/export", params={"form": form})
-            assert answer.status_code == 404
+    answer = await page.http.get("/api/sessions/a/export", params={"form": "md"})
+    assert answer.headers["content-disposition"] == 'attachment; filename="a.md"'
+    assert answer.text == (
+        "# a\n\n## System\n\nS\n\n## You\n\nQ\n\n## Model\n\n**A**\n\n```json\n"
+        '{"name":"f","arguments":"{}"}\n```\n\n## Result of a tool\n\n21\n'
+    )
+    assert (await page.http.get("/api/sessions/a/export", params={"form": "json"})).json() == told
+    for name, form in (("a", "pdf"), ("none", "md")):
+        answer = await page.http.get(f"/api/sessions/{name}/export", params={"form": form})
+        assert answer.status_code == 404
 
 
 async def test_the_console_sends_the_chosen_sampling_options_and_regenerates_at_temperature_0_7_by_default(
-    local_worker: Start,
+    client: Client, page: Page
 ) -> None:
-    client = (await local_worker()).client
-    async with opened(client) as page:
-        schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
-        options = {"seed": 7, "top_p": 0.5, "temperature": 0.9, "max_tokens": 30}
-        await page.post("s/ask", {"id": "q", "text": "x", "schema": schema, **options})
-        for name, chosen in (("r", None), ("r0", 0.0)):
-            await page.post("s/ask", {"id": name, "text": "x", "vary": True, "temperature": chosen})
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    options = {"seed": 7, "top_p": 0.5, "temperature": 0.9, "max_tokens": 30}
+    await page.post("s/ask", {"id": "q", "text": "x", "schema": schema, **options})
+    for name, chosen in (("r", None), ("r0", 0.0)):
+        await page.post("s/ask", {"id": name, "text": "x", "vary": True, "temperature": chosen})
     log = [decode_request(entry.body) for entry in await client.log("s") if entry.kind == "in"]
     asked, *again = [one for one in log if isinstance(one, Generate)]
     assert (asked.seed, asked.top_p, asked.temperature, asked.max_tokens) == (7, 0.5, 0.9, 30)
@@ -547,8 +521,7 @@ async def test_requests_to_the_console_fail_at_once_while_nats_is_unreachable(
         assert (await page.get("workers"))["connected"] is False
 
 
-async def test_the_console_shows_at_once_that_the_worker_has_stopped(local_worker: Start) -> None:
-    worker = await local_worker()
+async def test_the_console_shows_at_once_that_the_worker_has_stopped(worker: LocalWorker) -> None:
     async with opened(worker.client, live=Watched(5, "w1")) as page:
         told = await page.get("workers")
         assert (told["is_served"], told["workers"]["w1"]["up"]) == (True, True)
@@ -559,8 +532,7 @@ async def test_the_console_shows_at_once_that_the_worker_has_stopped(local_worke
         assert (told["is_served"], told["workers"]["w1"]["up"]) == (False, False)
 
 
-async def test_a_read_only_console_refuses_to_download_load_or_unload_a_model(local_worker: Start) -> None:
-    client = (await local_worker()).client
+async def test_a_read_only_console_refuses_to_download_load_or_unload_a_model(client: Client) -> None:
     async with opened(client) as page:
         assert [one["name"] for one in (await page.get("models"))["here"]] == ["a", "b", "c"]
         for name, status, says in (("x", 409, "no id of the hub"), ("org/good", 200, "downloading org/good")):
@@ -578,62 +550,58 @@ async def test_a_read_only_console_refuses_to_download_load_or_unload_a_model(lo
 
 
 async def test_the_console_refuses_oversized_or_malformed_requests_and_adds_nothing_to_the_log(
-    local_worker: Start,
+    worker: LocalWorker, page: Page
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("a").append(tokens=[5])
     raw = await nats.connect(worker.settings.nats)
     await raw.jetstream().publish(f"{worker.settings.prefix}.default.<script>alert(1)</script>.in", b"{}")
     await raw.close()
     before = await worker.client.log()
-    async with opened(worker.client) as page:
-        assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["a"]
-        for path, body, status, says in (
-            ("a/count", {"text": "x" * 2**21}, 413, "larger than"),
-            ("a/ask", {"id": "x", "text": "x" * 2**21}, 400, "at most"),
-            ("a/ask", {"id": "x", "text": "x", "more": 1}, 400, "`more`"),
-            ("a/ask", {"id": "<b>", "text": "x"}, 400, "id"),
-            ("a/ask", {"id": "x", "text": ""}, 400, "it needs a text or an image"),
-            ("a/ask", {"id": "x", "text": "x", "max_tokens": -1}, 400, "max_tokens"),
-            ("%3Cscript%3E/ask", {"id": "x", "text": "x"}, 400, "is not valid"),
-            ("a/explode", {}, 404, "there is no action 'explode'"),
-            ("a/fork", {"name": "a b"}, 400, "is not valid"),
-            ("none/close", {}, 409, "unknown_session"),
-            ("none/forget", {}, 409, "unknown_session"),
-            ("a/cancel", {"id": "none"}, 409, "none"),
-        ):
-            assert says in (await page.post(path, body, status))["error"], (path, body)
-        answer = await page.http.post("/api/sessions/a/ask", content=b"[" * 100_000)
-        assert answer.status_code == 400
-        answer = await page.http.get("/api/sessions/none/export")
-        assert (answer.status_code, "no session" in answer.text) == (409, True)
-        assert (await page.http.get("/api/sessions/a/answers/1")).status_code == 404
-        assert (await page.http.get("/api/sessions/*")).status_code == 400
+    assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["a"]
+    for path, body, status, says in (
+        ("a/count", {"text": "x" * 2**21}, 413, "larger than"),
+        ("a/ask", {"id": "x", "text": "x" * 2**21}, 400, "at most"),
+        ("a/ask", {"id": "x", "text": "x", "more": 1}, 400, "`more`"),
+        ("a/ask", {"id": "<b>", "text": "x"}, 400, "id"),
+        ("a/ask", {"id": "x", "text": ""}, 400, "it needs a text or an image"),
+        ("a/ask", {"id": "x", "text": "x", "max_tokens": -1}, 400, "max_tokens"),
+        ("%3Cscript%3E/ask", {"id": "x", "text": "x"}, 400, "is not valid"),
+        ("a/explode", {}, 404, "there is no action 'explode'"),
+        ("a/fork", {"name": "a b"}, 400, "is not valid"),
+        ("none/close", {}, 409, "unknown_session"),
+        ("none/forget", {}, 409, "unknown_session"),
+        ("a/cancel", {"id": "none"}, 409, "none"),
+    ):
+        assert says in (await page.post(path, body, status))["error"], (path, body)
+    answer = await page.http.post("/api/sessions/a/ask", content=b"[" * 100_000)
+    assert answer.status_code == 400
+    answer = await page.http.get("/api/sessions/none/export")
+    assert (answer.status_code, "no session" in answer.text) == (409, True)
+    assert (await page.http.get("/api/sessions/a/answers/1")).status_code == 404
+    assert (await page.http.get("/api/sessions/*")).status_code == 400
     assert await worker.client.log() == before
 
 
 async def test_the_console_streams_the_chunks_of_the_logged_answer_and_runs_a_repeated_request_id_only_once(
-    local_worker: Start,
+    worker: LocalWorker, page: Page
 ) -> None:
-    worker = await local_worker()
-    async with opened(worker.client) as page:
-        asked = await page.post("new/ask", {"id": "q1", "text": EVIL, "system": "S", "max_tokens": 20})
-        events = await page.events(f"new/answers/{asked['seq']}")
-        turn = (await page.get("sessions/new"))["turns"][0]
-        assert [kind for kind, _ in (events[0], events[-1])] == ["begin", "end"]
-        joined = "".join(told["text"] for kind, told in events if kind == "chunk")
-        assert [one["role"] for one in turn["said"]] == ["system", "user", "assistant"]
-        assert turn["said"][1]["text"] == EVIL
-        assert (turn["id"], turn["said"][2].get("text", "")) == ("q1", joined)
-        assert await page.events(f"new/answers/{asked['seq']}") == [
-            events[0],
-            *([("chunk", {"text": joined, "reasoning": "", "calls": []})] if joined else []),
-            *([("blocks", {"first": 0, "blocks": turn["said"][2]["blocks"]})] if joined else []),
-            ("end", {}),
-        ]
-        # Asked again under the same id, it is not asked twice.
-        await page.post("new/ask", {"id": "q1", "text": EVIL, "system": "S", "max_tokens": 20})
-        assert (await worker.client.session("new").info()).position == turn["position"]
+    asked = await page.post("new/ask", {"id": "q1", "text": EVIL, "system": "S", "max_tokens": 20})
+    events = await page.events(f"new/answers/{asked['seq']}")
+    turn = (await page.get("sessions/new"))["turns"][0]
+    assert [kind for kind, _ in (events[0], events[-1])] == ["begin", "end"]
+    joined = "".join(told["text"] for kind, told in events if kind == "chunk")
+    assert [one["role"] for one in turn["said"]] == ["system", "user", "assistant"]
+    assert turn["said"][1]["text"] == EVIL
+    assert (turn["id"], turn["said"][2].get("text", "")) == ("q1", joined)
+    assert await page.events(f"new/answers/{asked['seq']}") == [
+        events[0],
+        *([("chunk", {"text": joined, "reasoning": "", "calls": []})] if joined else []),
+        *([("blocks", {"first": 0, "blocks": turn["said"][2]["blocks"]})] if joined else []),
+        ("end", {}),
+    ]
+    # Asked again under the same id, it is not asked twice.
+    await page.post("new/ask", {"id": "q1", "text": EVIL, "system": "S", "max_tokens": 20})
+    assert (await worker.client.session("new").info()).position == turn["position"]
 
 
 class Slow:
@@ -697,77 +665,72 @@ async def test_the_console_stream_of_an_answer_without_tokens_so_far_says_what_t
 
 
 async def test_the_console_counts_the_tokens_of_a_typed_message_and_explains_an_exceeded_context(
-    local_worker: Start,
+    page: Page,
 ) -> None:
-    client = (await local_worker()).client
-    async with opened(client) as page:
-        alone = await page.post("s/count", {"text": "word " * 1000})
-        assert alone["tokens"] == alone["position"] > alone["context"] > 0
-        await page.post("s/ask", {"id": "q", "text": "x" * 4000})
-        found = {"turns": [{"state": "waiting"}]}
-        async with asyncio.timeout(30):
-            while found["turns"][0]["state"] == "waiting":
-                await asyncio.sleep(0.05)
-                found = await page.get("sessions/s")
-        note = found["turns"][0]["note"]
-        assert re.fullmatch(r"the session would hold \d+ tokens and \d+ new ones, the context is \d+", note)
+    alone = await page.post("s/count", {"text": "word " * 1000})
+    assert alone["tokens"] == alone["position"] > alone["context"] > 0
+    await page.post("s/ask", {"id": "q", "text": "x" * 4000})
+    found = {"turns": [{"state": "waiting"}]}
+    async with asyncio.timeout(30):
+        while found["turns"][0]["state"] == "waiting":
+            await asyncio.sleep(0.05)
+            found = await page.get("sessions/s")
+    note = found["turns"][0]["note"]
+    assert re.fullmatch(r"the session would hold \d+ tokens and \d+ new ones, the context is \d+", note)
 
 
 async def test_the_consoles_brief_session_list_has_one_row_for_a_conversation_and_its_variants(
-    local_worker: Start,
+    client: Client, page: Page
 ) -> None:
-    client = (await local_worker()).client
     talk = client.session("talk")
     for text in ("First?", "Second?"):
         position = 0 if text == "First?" else (await talk.info()).position
         await talk.generate(messages=[{"role": "user", "content": text}], max_tokens=2)
-    async with opened(client) as page:
-        await page.post("talk/fork", {"name": "talk--v2", "position": position, "is_variant": True})
-        await page.post("talk/fork", {"name": "apart", "position": position})
-        other = [{"role": "user", "content": "Third?"}]
-        for name in ("apart", "talk--v2"):
-            await client.session(name).generate(messages=other, max_tokens=2)
-        found = await page.get("sessions/talk--v2/variants")
-        assert (found["root"], found["begins"], found["members"]) == ("talk", "First?", ["talk", "talk--v2"])
-        assert found["at"] == {f"{position}": ["talk", "talk--v2"]}
-        rows = (await page.get("sessions", brief=1))["rows"]
-        assert [(row["session"], row["begins"]) for row in rows] == [
-            ("talk--v2", "First?"),
-            ("apart", "Third?"),
-        ]
-        assert (await page.get("sessions", brief=1, words="second", whole=1))["total"] == 1
-        assert (await page.get("sessions"))["total"] == 3
-        first, second = (await page.get("sessions/talk--v2"))["turns"]
-        assert first["said"] == (await page.get("sessions/talk"))["turns"][0]["said"]
-        assert (second["start"], second["said"][0]["text"]) == (position, "Third?")
-        assert [one["said"][0]["text"] for one in (first, second)] == ["First?", "Third?"]
+    await page.post("talk/fork", {"name": "talk--v2", "position": position, "is_variant": True})
+    await page.post("talk/fork", {"name": "apart", "position": position})
+    other = [{"role": "user", "content": "Third?"}]
+    for name in ("apart", "talk--v2"):
+        await client.session(name).generate(messages=other, max_tokens=2)
+    found = await page.get("sessions/talk--v2/variants")
+    assert (found["root"], found["begins"], found["members"]) == ("talk", "First?", ["talk", "talk--v2"])
+    assert found["at"] == {f"{position}": ["talk", "talk--v2"]}
+    rows = (await page.get("sessions", brief=1))["rows"]
+    assert [(row["session"], row["begins"]) for row in rows] == [
+        ("talk--v2", "First?"),
+        ("apart", "Third?"),
+    ]
+    assert (await page.get("sessions", brief=1, words="second", whole=1))["total"] == 1
+    assert (await page.get("sessions"))["total"] == 3
+    first, second = (await page.get("sessions/talk--v2"))["turns"]
+    assert first["said"] == (await page.get("sessions/talk"))["turns"][0]["said"]
+    assert (second["start"], second["said"][0]["text"]) == (position, "Third?")
+    assert [one["said"][0]["text"] for one in (first, second)] == ["First?", "Third?"]
 
 
+@pytest.mark.serves("endless_model")
 async def test_the_console_limits_concurrent_answer_streams_and_frees_a_slot_when_a_reader_disconnects(
-    local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+    page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
     monkeypatch.setattr(question_api, "MAX_STREAMS", 1)
-    async with opened(worker.client) as page:
-        asked = await page.post("s/ask", {"id": "q", "text": "x", "max_tokens": 50_000})
-        path = f"/api/sessions/s/answers/{asked['seq']}"
-        async with page.http.stream("GET", path) as first:
-            parts = first.aiter_text()
-            assert "event: begin" in await anext(parts)
-            second = await page.http.get(path)
-            assert (second.status_code, "1 answers are being streamed" in second.text) == (503, True)
-            waiting = (await page.get("sessions/s"))["turns"][0]
-            assert (waiting["state"], waiting["id"]) == ("waiting", "q")
-            await parts.aclose()
-        async with asyncio.timeout(30):
-            while True:  # the server notices the end of the first one
-                async with page.http.stream("GET", path) as third:
-                    if third.status_code == 200:
-                        break
-                await asyncio.sleep(0.05)
-        assert (await page.post("s/cancel", {"id": "q"}))["said"] == "cancelled an answer that was running"
-        assert (await page.events(f"s/answers/{asked['seq']}"))[-1] == ("end", {})
-        assert (await page.get("sessions/s"))["turns"][0]["note"] == "stopped"
+    asked = await page.post("s/ask", {"id": "q", "text": "x", "max_tokens": 50_000})
+    path = f"/api/sessions/s/answers/{asked['seq']}"
+    async with page.http.stream("GET", path) as first:
+        parts = first.aiter_text()
+        assert "event: begin" in await anext(parts)
+        second = await page.http.get(path)
+        assert (second.status_code, "1 answers are being streamed" in second.text) == (503, True)
+        waiting = (await page.get("sessions/s"))["turns"][0]
+        assert (waiting["state"], waiting["id"]) == ("waiting", "q")
+        await parts.aclose()
+    async with asyncio.timeout(30):
+        while True:  # the server notices the end of the first one
+            async with page.http.stream("GET", path) as third:
+                if third.status_code == 200:
+                    break
+            await asyncio.sleep(0.05)
+    assert (await page.post("s/cancel", {"id": "q"}))["said"] == "cancelled an answer that was running"
+    assert (await page.events(f"s/answers/{asked['seq']}"))[-1] == ("end", {})
+    assert (await page.get("sessions/s"))["turns"][0]["note"] == "stopped"
 
 
 async def test_the_console_ends_an_answer_stream_whose_client_does_not_read(
@@ -818,20 +781,6 @@ async def test_the_option_listen_with_a_bare_port_listens_on_the_loopback_addres
     assert done.stderr == f"turnkeep: cannot listen on 127.0.0.1:{port} ({why}); choose another --listen\n"
 
 
-@asynccontextmanager
-async def started(*arguments: object, **more: str) -> AsyncIterator[tuple[subprocess.Popen[str], str]]:
-    """`turnkeep console` as a process, and the address that it prints; it ends with SIGTERM's exit code."""
-    command = [sys.executable, "-m", "commands", "console", "--listen", "127.0.0.1:0", *map(str, arguments)]
-    process = subprocess.Popen(  # noqa: ASYNC220
-        command, env=environment() | more, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    yield process, (await asyncio.to_thread(process.stderr.readline)).split()[-1]
-    process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(process.wait, 30) == 143
-    process.stderr.close()
-
-
 @pytest.mark.packaging
 async def test_the_command_console_shows_the_workers_of_its_subject_prefix_and_their_gateways_address(
     worker_process: Callable[..., WorkerProcess],
@@ -843,12 +792,13 @@ async def test_the_command_console_shows_the_workers_of_its_subject_prefix_and_t
     async with await worker.client():
         pass
     arguments = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2])
-    async with started(*arguments) as (_, url), httpx2.AsyncClient() as http, asyncio.timeout(60):
-        await http.get(url)
-        api = f"{url.partition('?')[0]}api"
-        place = (await http.get(f"{api}/place")).json()
-        while not (found := (await http.get(f"{api}/workers")).json())["workers"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    with serving_process(*CONSOLE, *arguments) as url:
+        async with httpx2.AsyncClient() as http, asyncio.timeout(60):
+            await http.get(url)
+            api = f"{url.partition('?')[0]}api"
+            place = (await http.get(f"{api}/place")).json()
+            while not (found := (await http.get(f"{api}/workers")).json())["workers"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
     assert (found["prefix"], found["connected"], len(found["workers"])) == ("turnkeep", True, 1)
     assert re.fullmatch(r"[\w-]{43}", url.partition("token=")[2])
     assert (place["gateway"], place["has_gateway"]) == (f"http://127.0.0.1:{port}", True)
@@ -877,13 +827,14 @@ async def test_the_command_console_with_open_passes_the_browser_a_private_file_a
     browser.write_text(f'#!/bin/sh\nprintf %s "$1" > "{opened_}"\nuntil [ -e "{end}" ]; do sleep 0.1; done\n')
     browser.chmod(0o755)
     place = {"BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)}
-    async with started("--open", "--nats", nats_url, **place) as (_, url), asyncio.timeout(30):
-        await until(lambda: not (not opened_.exists() or not opened_.read_text().endswith(".html")))
-        page = tmp_path / opened_.read_text().removeprefix(f"file://{tmp_path}/")
-        assert page.stat().st_mode & 0o777 == 0o600
-        assert f'content="0; url={url}"' in page.read_text()
-        async with httpx2.AsyncClient() as http:  # while the browser runs
-            assert (await http.get(url)).status_code == 303
+    with serving_process(*CONSOLE, "--open", "--nats", nats_url, **place) as url:
+        async with asyncio.timeout(30):
+            await until(lambda: not (not opened_.exists() or not opened_.read_text().endswith(".html")))
+            page = tmp_path / opened_.read_text().removeprefix(f"file://{tmp_path}/")
+            assert page.stat().st_mode & 0o777 == 0o600
+            assert f'content="0; url={url}"' in page.read_text()
+            async with httpx2.AsyncClient() as http:  # while the browser runs
+                assert (await http.get(url)).status_code == 303
     assert not page.exists()
     end.touch()
 

@@ -1,7 +1,5 @@
 """Answers in the console: their Markdown, images, and other answers to the same question."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -19,10 +17,10 @@ from hypothesis import strategies as st
 
 from ops.console import markdown
 from ops.console.markdown import GrowingText, highlighted, rendered
-from ops.console.variants import VARIANT, joined, variants
+from ops.console.variants import VARIANT, variants
 from ops.log.sessions import SessionRow
 from tests.device import tiny_seeing
-from tests.ops.test_console import opened
+from tests.ops.test_console import Page, opened
 from tests.parts import LocalWorker, png
 from turnkeep_client import image
 from turnkeep_client.messages import Parent
@@ -255,78 +253,69 @@ def test_the_consoles_syntax_highlighting_loses_no_code_and_colours_only_support
     assert (len(highlighted(code, language)) > 1) == (language == "PYTHON")
 
 
-Start = Callable[..., Awaitable[LocalWorker]]
 PNG = png(1)
 DIGEST = sha256(PNG).hexdigest()
 
 
 async def test_the_console_api_returns_a_question_with_the_digests_under_which_it_serves_the_images(
-    local_worker: Start,
+    worker: LocalWorker, page: Page
 ) -> None:
-    worker = await local_worker()
-    async with opened(worker.client) as page:
-        data = b64encode(PNG).decode()
-        await page.post("a/ask", {"id": "one", "text": "Which colour?", "images": [data, data]})
-        await page.post("a/ask", {"id": "two", "text": "", "images": [data]})
-        await worker.client.session("a").generate(max_tokens=1)
-        asked = [turn["said"][0] for turn in (await page.get("sessions/a"))["turns"][:2]]
-        assert [(one.get("text", ""), one["images"]) for one in asked] == [
-            ("Which colour?", [DIGEST, DIGEST]),
-            ("", [DIGEST]),
-        ]
-        file = await page.http.get(f"/api/sessions/a/images/{DIGEST}")
-        assert (file.status_code, file.content) == (200, PNG)
-        assert file.headers["content-type"] == "image/png"
-        assert file.headers["x-content-type-options"] == "nosniff"
-        assert "default-src 'none'" in file.headers["content-security-policy"]
-        for name in ("0" * 64, "x", "*"):
-            assert (await page.http.get(f"/api/sessions/a/images/{name}")).status_code == 400
-        listed = (await page.get("sessions"))["rows"]
-        assert [one["begins"] for one in listed] == ["Which colour?"]
+    data = b64encode(PNG).decode()
+    await page.post("a/ask", {"id": "one", "text": "Which colour?", "images": [data, data]})
+    await page.post("a/ask", {"id": "two", "text": "", "images": [data]})
+    await worker.client.session("a").generate(max_tokens=1)
+    asked = [turn["said"][0] for turn in (await page.get("sessions/a"))["turns"][:2]]
+    assert [(one.get("text", ""), one["images"]) for one in asked] == [
+        ("Which colour?", [DIGEST, DIGEST]),
+        ("", [DIGEST]),
+    ]
+    file = await page.http.get(f"/api/sessions/a/images/{DIGEST}")
+    assert (file.status_code, file.content) == (200, PNG)
+    assert file.headers["content-type"] == "image/png"
+    assert file.headers["x-content-type-options"] == "nosniff"
+    assert "default-src 'none'" in file.headers["content-security-policy"]
+    for name in ("0" * 64, "x", "*"):
+        assert (await page.http.get(f"/api/sessions/a/images/{name}")).status_code == 400
+    listed = (await page.get("sessions"))["rows"]
+    assert [one["begins"] for one in listed] == ["Which colour?"]
 
 
 async def test_the_console_shows_in_a_fork_the_images_of_the_turns_inherited_from_the_parent(
-    local_worker: Start,
+    worker: LocalWorker, page: Page
 ) -> None:
-    worker = await local_worker()
-    async with opened(worker.client) as page:
-        await page.post("a/ask", {"id": "one", "text": "?", "images": [b64encode(PNG).decode()]})
-        await worker.client.session("a").generate(max_tokens=1)
-        await page.post("a/fork", {"name": "b"})
-        await worker.client.session("b").generate(max_tokens=1)
-        (inherited, *_) = (await page.get("sessions/b"))["turns"]
-        assert inherited["said"][0]["images"] == [DIGEST]
-        assert (await page.http.get(f"/api/sessions/b/images/{DIGEST}")).content == PNG
+    await page.post("a/ask", {"id": "one", "text": "?", "images": [b64encode(PNG).decode()]})
+    await worker.client.session("a").generate(max_tokens=1)
+    await page.post("a/fork", {"name": "b"})
+    await worker.client.session("b").generate(max_tokens=1)
+    (inherited, *_) = (await page.get("sessions/b"))["turns"]
+    assert inherited["said"][0]["images"] == [DIGEST]
+    assert (await page.http.get(f"/api/sessions/b/images/{DIGEST}")).content == PNG
 
 
 async def test_the_console_refuses_a_question_whose_image_cannot_be_decoded_and_stores_nothing(
-    local_worker: Start,
+    worker: LocalWorker, page: Page
 ) -> None:
-    worker = await local_worker()
-    async with opened(worker.client) as page:
-        for wrong in ("", "not base64!", b64encode(b"a text").decode()):
-            said = await page.post("a/ask", {"id": "one", "text": "See.", "images": [wrong]}, 400)
-            assert "image" in said["error"]
-        assert not await worker.client.log("a")
+    for wrong in ("", "not base64!", b64encode(b"a text").decode()):
+        said = await page.post("a/ask", {"id": "one", "text": "See.", "images": [wrong]}, 400)
+        assert "image" in said["error"]
+    assert not await worker.client.log("a")
 
 
 async def test_a_console_export_has_image_files_beside_its_markdown_and_image_urls_in_its_json(
-    local_worker: Start,
+    worker: LocalWorker, page: Page
 ) -> None:
-    worker = await local_worker()
     content = [image(PNG), {"type": "text", "text": "Which colour?"}]
     await worker.client.session("a").generate(messages=[{"role": "user", "content": content}], max_tokens=1)
-    async with opened(worker.client) as page:
-        answer = await page.http.get("/api/sessions/a/export?form=md")
-        assert answer.headers["content-disposition"] == 'attachment; filename="a.zip"'
-        with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
-            name = f"a-images/{DIGEST[:16]}.png"
-            assert archive.namelist() == ["a.md", name]
-            assert archive.read(name) == PNG
-            assert f"## You\n\n![]({name})\n\nWhich colour?\n" in archive.read("a.md").decode()
-        (asked, _) = (await page.http.get("/api/sessions/a/export?form=json")).json()
-        url = {"url": f"data:image/png;base64,{b64encode(PNG).decode()}"}
-        assert asked["content"] == [{"type": "image_url", "image_url": url}, content[1]]
+    answer = await page.http.get("/api/sessions/a/export?form=md")
+    assert answer.headers["content-disposition"] == 'attachment; filename="a.zip"'
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+        name = f"a-images/{DIGEST[:16]}.png"
+        assert archive.namelist() == ["a.md", name]
+        assert archive.read(name) == PNG
+        assert f"## You\n\n![]({name})\n\nWhich colour?\n" in archive.read("a.md").decode()
+    (asked, _) = (await page.http.get("/api/sessions/a/export?form=json")).json()
+    url = {"url": f"data:image/png;base64,{b64encode(PNG).decode()}"}
+    assert asked["content"] == [{"type": "image_url", "image_url": url}, content[1]]
 
 
 @pytest.mark.parametrize(
@@ -338,17 +327,15 @@ async def test_a_console_export_has_image_files_beside_its_markdown_and_image_ur
     ],
 )
 async def test_the_console_serves_an_image_file_that_contains_html_with_an_image_content_type(
-    local_worker: Start, file: bytes, kind: str
+    worker: LocalWorker, page: Page, file: bytes, kind: str
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("a").append(messages=[{"role": "user", "content": [image(file)]}])
-    async with opened(worker.client) as page:
-        answer = await page.http.get(f"/api/sessions/a/images/{sha256(file).hexdigest()}")
-        assert (answer.headers["content-type"], answer.content) == (kind, file)
+    answer = await page.http.get(f"/api/sessions/a/images/{sha256(file).hexdigest()}")
+    assert (answer.headers["content-type"], answer.content) == (kind, file)
 
 
 async def test_the_console_includes_the_tokens_of_images_in_the_costs_of_a_turn(
-    local_worker: Start, tmp_path: Path
+    local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     tiny_seeing.write("smolvlm", tmp_path / "model")
     template = (
@@ -449,16 +436,3 @@ def test_the_console_shows_a_switch_at_each_message_where_variants_of_a_conversa
     forks: Forks, name: str, at: dict[int, tuple[str, ...]]
 ) -> None:
     assert variants(name, rows(forks), ()).at == at
-
-
-def test_the_consoles_session_list_has_one_row_for_all_variants_of_a_conversation() -> None:
-    there = rows({"a": None, "b": None, "a--v2": ("a", 7, True), "c": ("a", 7, False), "b--v2": None})
-    shown = [(row.session, row.begins) for row in joined(there, there)]
-    assert shown == [
-        ("b--v2", "words of b--v2"),
-        ("c", "words of c"),
-        ("a--v2", "words of a"),
-        ("b", "words of b"),
-    ]
-    found = variants("a--v2", there, ())
-    assert (found.root, found.begins, found.members) == ("a", "words of a", ("a", "a--v2"))

@@ -1,7 +1,5 @@
 """`turnkeep serve --console`: the console shows the worker's log, and can switch or unload its model."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

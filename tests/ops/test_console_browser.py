@@ -1,15 +1,10 @@
 """The console's page in a real browser: clicks, keys, a worker that is killed, hostile names and messages."""
 
-from __future__ import annotations
-
 import asyncio
 import re
-import signal
-import subprocess
-import sys
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -17,8 +12,8 @@ import nats
 import pytest
 from nats.aio.msg import Msg
 
-from tests.commands.command_runs import environment
-from tests.ops.browser import Browser, browsing
+from tests.commands.command_runs import serving_process
+from tests.ops.browser import Browser
 from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_top import Watched
 from tests.parts import LocalWorker, WorkerProcess, png
@@ -33,24 +28,10 @@ TAB, ENTER, ESCAPE = "\ue004", "\ue007", "\ue00c"
 ANSWER = "document.querySelector('.turn:last-child .assistant')?.source ?? ''"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as found:
-        found.look(1200, 900)
-        yield found
-
-
-@contextmanager
-def console(worker: WorkerProcess, listen: str = "127.0.0.1:0") -> Iterator[str]:
-    """`turnkeep console` as a process; yields the address that it prints."""
-    place = ["--data-dir", str(worker.data_dir), "--nats-port", worker.url.rpartition(":")[2]]
-    command = [sys.executable, "-m", "commands", "console", *place, "--listen", listen]
-    with subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            yield process.stderr.readline().split()[-1]
-        finally:
-            process.send_signal(signal.SIGTERM)
+def console(worker: WorkerProcess, listen: str = "127.0.0.1:0") -> AbstractContextManager[str]:
+    """Run `turnkeep console` as a process; the context is the address that it prints."""
+    place = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2])
+    return serving_process("console", *place, "--listen", listen)
 
 
 async def recorded(client: Client, session: str) -> list[Generated]:
@@ -300,9 +281,8 @@ async def test_in_the_browser_a_chat_can_be_renamed_regenerated_edited_stopped_s
 
 
 async def test_the_console_page_shows_scripts_in_session_names_and_messages_as_text(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+    browser: Browser, worker: LocalWorker
 ) -> None:
-    worker = await local_worker()
     tool = {"id": "c", "type": "function", "function": {"name": "<img>", "arguments": EVIL}}
     told = [
         {"role": "user", "content": EVIL},
@@ -380,9 +360,8 @@ async def test_the_console_page_shows_an_outage_of_worker_nats_or_console_and_it
 
 @pytest.mark.parametrize("dark", [False, True])
 async def test_each_console_page_passes_accessibility_checks_and_is_operable_by_keyboard(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
+    browser: Browser, client: Client, *, dark: bool
 ) -> None:
-    client = (await local_worker()).client
     await client.session("notes").generate(
         messages=[{"role": "user", "content": "?"}], prefix=f"{MARKDOWN}> said `so`", max_tokens=3
     )
@@ -495,11 +474,8 @@ def a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed(browser: Browse
     ],
 )
 async def test_in_the_browser_a_user_can_download_a_model_see_a_workers_chart_and_use_dialogs_by_keyboard(
-    browser: Browser,
-    local_worker: Callable[..., Awaitable[LocalWorker]],
-    walk: Callable[[Browser, str], None],
+    browser: Browser, worker: LocalWorker, walk: Callable[[Browser, str], None]
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("notes").append(text="abc")
 
     async def refuse(asked: Msg) -> None:
@@ -515,9 +491,8 @@ async def test_in_the_browser_a_user_can_download_a_model_see_a_workers_chart_an
 
 
 async def test_the_console_page_accepts_images_by_file_choice_paste_and_drop_and_enlarges_them_by_a_click(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
+    browser: Browser, worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     (file := tmp_path / "screen.png").write_bytes(png(3, side=400))
     given = """const bytes = Uint8Array.from(atob(arguments[0]), (one) => one.charCodeAt(0));
         const data = new DataTransfer(), how = { bubbles: true, cancelable: true };

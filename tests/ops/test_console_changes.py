@@ -1,35 +1,25 @@
 """The console's page while sessions, answers and lists change under it, in a real browser."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ops.browser import Browser, browsing
+from tests.ops.browser import Browser
 from tests.ops.test_console import SHELF, TOKEN, serving
 from tests.parts import LocalWorker
 from turnkeep_client.client import Client
 
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
 
-Start = Callable[..., Awaitable[LocalWorker]]
 ENTER = "\ue007"
 SAID = "[...document.querySelectorAll('.turn .said > .text')].map((one) => one.textContent)"
 #: The page asks for what is new at once.
 FRESH = "dispatchEvent(new Event('doubt'))"
 #: Opens the menu; a pointer could miss it while the page scrolls with an answer.
 MENU = "document.querySelector('.menu > summary').click()"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with browsing() as found:
-        found.look(1200, 900)
-        yield found
 
 
 async def walked(browser: Browser, client: Client, walk: Callable[[Callable[..., Any]], None]) -> None:
@@ -67,9 +57,8 @@ def choose(browser: Browser, words: str) -> None:
 
 
 async def test_the_console_page_shows_all_turns_that_arrive_in_a_burst_and_no_turns_of_a_removed_session(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
     session = client.session("notes")
     await session.append(text="n0")
 
@@ -100,10 +89,10 @@ async def test_the_console_page_shows_all_turns_that_arrive_in_a_burst_and_no_tu
     await walked(browser, client, walk)
 
 
+@pytest.mark.serves("endless_model")
 async def test_the_console_page_shows_that_an_answer_has_ended_even_if_40_further_requests_are_waiting(
-    browser: Browser, local_worker: Start, endless_model: Any
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker(model=str(endless_model))).client
     session = client.session("notes")
     first = session.generate(text="first", max_tokens=60_000)
     await first.send()
@@ -133,10 +122,10 @@ async def test_the_console_page_shows_that_an_answer_has_ended_even_if_40_furthe
     await walked(browser, client, walk)
 
 
+@pytest.mark.serves("endless_model")
 async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_delete_entry_removes_the_session(
-    browser: Browser, local_worker: Start, endless_model: Any
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker(model=str(endless_model))).client
     session = client.session("notes")
     answer = session.generate(text="first", max_tokens=60_000)
     await answer.send()
@@ -170,9 +159,8 @@ async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_delete_e
 
 
 async def test_the_consoles_regenerate_button_uses_a_new_session_name_and_refuses_options_out_of_range(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
     for name in ("plan", "plan--v2"):
         await client.session(name).generate(messages=[{"role": "user", "content": name}], max_tokens=3)
 
@@ -197,7 +185,7 @@ async def test_the_consoles_regenerate_button_uses_a_new_session_name_and_refuse
 
 
 async def test_a_title_is_of_one_session_and_of_no_other_with_a_similar_name_or_of_another_model(
-    browser: Browser, local_worker: Start, tmp_path: Path
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     worker = await local_worker()
     other = await local_worker(prefix=f"{worker.settings.prefix}-v2", data_dir=tmp_path / "other")
@@ -223,9 +211,8 @@ async def test_a_title_is_of_one_session_and_of_no_other_with_a_similar_name_or_
 
 
 async def test_a_double_click_on_the_consoles_regenerate_button_starts_only_one_new_answer(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
     await client.session("plan").generate(messages=[{"role": "user", "content": "?"}], max_tokens=3)
 
     def walk(await_: Any) -> None:
@@ -244,9 +231,8 @@ async def test_a_double_click_on_the_consoles_regenerate_button_starts_only_one_
 
 
 async def test_the_consoles_close_button_closes_the_displayed_variant_even_if_another_is_closed_already(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
     session = client.session("plan")
     await session.generate(messages=[{"role": "user", "content": "?"}], max_tokens=3)
 
@@ -266,10 +252,8 @@ async def test_the_consoles_close_button_closes_the_displayed_variant_even_if_an
 
 
 async def test_a_slow_send_of_a_question_does_not_take_the_user_back_from_a_console_page_opened_meanwhile(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
-
     def walk(await_: Any) -> None:
         browser.wait_for("document.querySelector('#message')")
         browser.run(
@@ -290,10 +274,8 @@ async def test_a_slow_send_of_a_question_does_not_take_the_user_back_from_a_cons
 
 
 async def test_in_the_console_page_a_folded_option_out_of_range_is_unfolded_and_focused(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
-
     def walk(_: Any) -> None:
         browser.click("Options")
         browser.type("input[placeholder='what fits']", "0")
@@ -307,9 +289,8 @@ async def test_in_the_console_page_a_folded_option_out_of_range_is_unfolded_and_
 
 
 async def test_refreshing_the_consoles_session_list_keeps_the_focus_and_goes_back_from_an_emptied_page(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
     for number in range(51):
         await client.session(f"s{number:02}").append(text="the same words")
 
@@ -332,10 +313,8 @@ async def test_refreshing_the_consoles_session_list_keeps_the_focus_and_goes_bac
 
 
 async def test_the_consoles_model_list_keeps_the_focus_while_a_download_makes_progress(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
-
     def walk(_: Any) -> None:
         browser.run("location.hash = '#/models'")
         browser.wait_for("document.querySelector('[aria-label=\"Serve c\"]')")
@@ -351,10 +330,8 @@ async def test_the_consoles_model_list_keeps_the_focus_while_a_download_makes_pr
 
 
 async def test_a_console_page_whose_first_request_failed_shows_the_message_field_once_the_console_answers(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
-
     def walk(_: Any) -> None:
         browser.wait_for("document.querySelector('#message')")
         browser.cdp("Network.enable")
@@ -374,10 +351,9 @@ async def test_a_console_page_whose_first_request_failed_shows_the_message_field
 
 
 async def test_the_console_page_removes_the_token_count_if_the_current_message_cannot_be_counted(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
     """It is of an earlier text; and the browser may have no place for the draft of the new one."""
-    client = (await local_worker()).client
     put = """const field = document.querySelector('#message');
         field.value = 'x'.repeat(arguments[0]);
         field.dispatchEvent(new Event('input'))"""
@@ -395,10 +371,8 @@ async def test_the_console_page_removes_the_token_count_if_the_current_message_c
 
 
 async def test_a_console_page_that_the_user_has_left_sends_no_requests_when_its_model_download_ends(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
-
     def walk(_: Any) -> None:
         browser.run("location.hash = '#/models'")
         browser.wait_for("document.querySelector('[aria-label=\"Download org/good\"]')")
@@ -422,9 +396,8 @@ async def test_a_console_page_that_the_user_has_left_sends_no_requests_when_its_
 
 
 async def test_a_refresh_of_the_consoles_conversation_list_leaves_the_focus_in_the_tree_of_forks(
-    browser: Browser, local_worker: Start
+    browser: Browser, client: Client
 ) -> None:
-    client = (await local_worker()).client
     await client.session("notes").append(text="x")
     await client.session("notes").fork("notes-2")
 

@@ -1,7 +1,5 @@
 """`turnkeep export` and `import`: a session continues in another log, or the import stores nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -265,9 +263,8 @@ async def test_the_command_replay_repeats_a_session_from_an_exported_file_with_t
 
 
 async def test_the_command_export_overwrites_an_existing_file_only_with_the_option_force(
-    local_worker: Start, tmp_path: Path
+    worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("garden").append(tokens=[5])
     target = tmp_path / "precious"
     target.write_text("mine")
@@ -391,59 +388,45 @@ LATER = {"format": 2, "version": "1\nroot:", "tenant": "a", "session": "b", "mod
 LATER |= {"began": "2026-11-20T08:00:00Z", "exchanges": 2, "digest": ""}
 NESTED = {"type": "append", "id": "r", "messages": json.loads("[" * 900 + "]" * 900)}
 NO_FILE, UNSOUND, CHANGED = "is no plain file", "is no sound export of a session", "not what was written"
-REFUSED: list[tuple[Make, str]] = [
-    (begins(sparse("session.json", 2**26)), f"'session.json' {NO_FILE}"),
-    (begins(huge("session.json")), "it ends too early"),
-    (begins(huge("other")), "it ends too early"),
-    (begins(member("session.json", b"", type=tarfile.SYMTYPE, linkname="other")[0]), NO_FILE),
-    (begins(member("session.json", b"", type=tarfile.LNKTYPE, linkname="session.json")[0]), NO_FILE),
-    (begins(member("session.json", b"", type=tarfile.XHDTYPE)[0]), NO_FILE),
-    (says_of_itself(b"[]"), UNSOUND),
-    (says_of_itself(b"7"), UNSOUND),
-    (says_of_itself(b'{"format":2}'), UNSOUND),
-    (says_of_itself(b'{"format":2,"x":' + b"[" * 100_000), UNSOUND),
-    (says_of_itself(b'{"format":2,"tenant":"\xff"}'), UNSOUND),
-    (says_of_itself(b"\xff\xfe[\0]\0"), UNSOUND),
-    (says_of_itself(b'{"format":2e400}'), UNSOUND),
-    (says_of_itself(json.dumps(LATER).encode()), UNSOUND),
-    (manifest(b'"garden"', b'"gardem"'), CHANGED),
-    (manifest(b'"exchanges":2', b'"exchanges":3'), CHANGED),
-    (manifest(b'"checksum"', b'"no"'), CHANGED),
-    (first_line(lambda line: line["headers"].update({"Turnkeep-Model": "a\r\nb: 1"})), "a line break"),
-    (first_line(lambda line: line.update(stored="2026-11-20T08:00:00")), "made.turnkeep"),
-    (first_line(lambda line: line.update(request=NESTED)), "made.turnkeep"),
-    (first_line(lambda line: line["request"].update(novel=1)), "was written by turnkeep "),
-    (first_line(lambda line: line["request"].update(novel=1)), "novel"),
-]
+REFUSED: dict[str, tuple[Make, str]] = {
+    "sparse first file": (begins(sparse("session.json", 2**26)), f"'session.json' {NO_FILE}"),
+    "huge first file": (begins(huge("session.json")), "it ends too early"),
+    "huge other file": (begins(huge("other")), "it ends too early"),
+    "symbolic link": (
+        begins(member("session.json", b"", type=tarfile.SYMTYPE, linkname="other")[0]),
+        NO_FILE,
+    ),
+    "hard link": (
+        begins(member("session.json", b"", type=tarfile.LNKTYPE, linkname="session.json")[0]),
+        NO_FILE,
+    ),
+    "extended header": (begins(member("session.json", b"", type=tarfile.XHDTYPE)[0]), NO_FILE),
+    "manifest is a list": (says_of_itself(b"[]"), UNSOUND),
+    "manifest is a number": (says_of_itself(b"7"), UNSOUND),
+    "manifest without fields": (says_of_itself(b'{"format":2}'), UNSOUND),
+    "manifest nested too deep": (says_of_itself(b'{"format":2,"x":' + b"[" * 100_000), UNSOUND),
+    "manifest not UTF-8": (says_of_itself(b'{"format":2,"tenant":"\xff"}'), UNSOUND),
+    "manifest in UTF-16": (says_of_itself(b"\xff\xfe[\0]\0"), UNSOUND),
+    "format beyond floats": (says_of_itself(b'{"format":2e400}'), UNSOUND),
+    "later format": (says_of_itself(json.dumps(LATER).encode()), UNSOUND),
+    "another session name": (manifest(b'"garden"', b'"gardem"'), CHANGED),
+    "another count": (manifest(b'"exchanges":2', b'"exchanges":3'), CHANGED),
+    "no checksum": (manifest(b'"checksum"', b'"no"'), CHANGED),
+    "line break in a header": (
+        first_line(lambda line: line["headers"].update({"Turnkeep-Model": "a\r\nb: 1"})),
+        "a line break",
+    ),
+    "time without zone": (
+        first_line(lambda line: line.update(stored="2026-11-20T08:00:00")),
+        "made.turnkeep",
+    ),
+    "request nested too deep": (first_line(lambda line: line.update(request=NESTED)), "made.turnkeep"),
+    "unknown field": (first_line(lambda line: line["request"].update(novel=1)), "was written by turnkeep "),
+    "unknown field is named": (first_line(lambda line: line["request"].update(novel=1)), "novel"),
+}
 
 
-REFUSED_IDS = (
-    "sparse first file",
-    "huge first file",
-    "huge other file",
-    "symbolic link",
-    "hard link",
-    "extended header",
-    "manifest is a list",
-    "manifest is a number",
-    "manifest without fields",
-    "manifest nested too deep",
-    "manifest not UTF-8",
-    "manifest in UTF-16",
-    "format beyond floats",
-    "later format",
-    "another session name",
-    "another count",
-    "no checksum",
-    "line break in a header",
-    "time without zone",
-    "request nested too deep",
-    "unknown field",
-    "unknown field is named",
-)
-
-
-@pytest.mark.parametrize(("make", "says"), REFUSED, ids=REFUSED_IDS)
+@pytest.mark.parametrize(("make", "says"), REFUSED.values(), ids=REFUSED)
 def test_importing_a_session_file_with_forged_or_oversized_content_fails_with_the_reason_in_one_line(
     tmp_path: Path, make: Make, says: str
 ) -> None:
@@ -454,9 +437,8 @@ def test_importing_a_session_file_with_forged_or_oversized_content_fails_with_th
 
 
 async def test_a_session_import_drops_result_headers_that_no_export_writes(
-    local_worker: Start, tmp_path: Path
+    worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
     more = {"Nats-Batch-Commit": "1", "Nats-Rollup": "sub", "Turnkeep-Checkpoint": "1 00"}
     made = resealed(sound(tmp_path, 4), lambda line: line["headers"].update(more))
     done = await command("import", packed(tmp_path, made), "--as", "copy", *where(worker))
@@ -473,10 +455,9 @@ async def no_purge(*_: Any) -> None:
 
 @pytest.mark.parametrize(("is_stored", "is_removed"), [(True, True), (False, True), (True, False)])
 async def test_a_session_import_without_nats_acknowledgement_removes_what_it_stored_or_says_what_is_left(
-    local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool, is_removed: bool
+    worker: LocalWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool, is_removed: bool
 ) -> None:
     """If nothing was stored, a session that another client has begun under this name stays."""
-    worker = await local_worker()
     file = packed(tmp_path, sound(tmp_path))
     store = LogStream.store
 

@@ -1,7 +1,5 @@
 """The sums of sessions' costs, of which a console reads only what is new."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The files of ops/deploy: validators check them, and their services run here as plain processes."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

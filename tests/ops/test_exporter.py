@@ -1,17 +1,12 @@
 """`turnkeep exporter`: the workers' metrics in Prometheus's format, and the command's errors."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import http.client
 import json
-import re
 import shutil
 import signal
 import subprocess
-import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +21,7 @@ from ops.exporter import metrics_app, run
 from ops.exposition import FIGURES, families
 from ops.fleet import Fleet
 from ops.http_server import listening, server, url_of
-from tests.commands.command_runs import environment, turnkeep
+from tests.commands.command_runs import serving_process, turnkeep
 from tests.parts import NatsServer
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.client import connect
@@ -189,67 +184,31 @@ def get(url: str, path: str = "/", method: str = "GET", **headers: str) -> tuple
     return found
 
 
-class Exporter:
-    """`turnkeep exporter` as a process."""
-
-    def __init__(self, url: str, *options: str) -> None:
-        command = [sys.executable, "-m", "commands", "exporter", "--nats", url, "--listen", "127.0.0.1:0"]
-        self._process = subprocess.Popen(
-            [*command, *options], stderr=subprocess.PIPE, text=True, env=environment()
-        )
-        assert self._process.stderr is not None
-        line = self._process.stderr.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+/metrics", line)
-        assert found, line
-        self.url = found[0]
-
-    def scrape(self) -> str:
-        with urllib.request.urlopen(self.url, timeout=10) as reply:
-            return str(reply.read().decode())
-
-    async def scrape_until(self, is_it: Callable[[Samples], Any]) -> Samples:
-        async with asyncio.timeout(30):
-            while True:
-                found = samples(await asyncio.to_thread(self.scrape))
-                with contextlib.suppress(KeyError):
-                    if is_it(found):
-                        return found
-                await asyncio.sleep(0.05)
-
-    def stop(self) -> int:
-        self._process.send_signal(signal.SIGTERM)
-        code = self._process.wait(30)
-        assert self._process.stderr is not None
-        self._process.stderr.close()
-        return code
-
-
-@pytest.fixture
-def exporter() -> Iterator[Callable[..., Exporter]]:
-    """Return a function that starts an exporter; all exporters are stopped after the test."""
-    started: list[Exporter] = []
-
-    def start(url: str, *options: str) -> Exporter:
-        started.append(Exporter(url, *options))
-        return started[-1]
-
-    yield start
-    assert [one.stop() for one in started] == [143] * len(started)
+async def scraped(url: str, is_it: Callable[[Samples], Any]) -> Samples:
+    """Read the exporter's page until `is_it` is true of its samples; return these."""
+    async with asyncio.timeout(30):
+        while True:
+            _, text, _ = await asyncio.to_thread(get, url, "/metrics")
+            found = samples(text)
+            with contextlib.suppress(KeyError):
+                if is_it(found):
+                    return found
+            await asyncio.sleep(0.05)
 
 
 async def test_the_exporter_reports_nats_as_down_while_it_is_away_and_as_up_once_it_is_back(
-    exporter: Callable[..., Exporter], tmp_path: Path
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     server = NatsServer(tmp_path / "js")
+    request.addfinalizer(server.kill)
     server.start()
-    serving = exporter(server.url)
     connected = "turnkeep_nats_connected", frozenset[tuple[str, str]]()
-    try:
-        await serving.scrape_until(lambda found: found[connected] == 1)
+    with serving_process("exporter", "--nats", server.url, "--listen", "127.0.0.1:0") as url:
+        await scraped(url, lambda found: found[connected] == 1)
         server.kill()
-        await serving.scrape_until(lambda found: found[connected] == 0)
+        await scraped(url, lambda found: found[connected] == 0)
         server.start()
-        await serving.scrape_until(lambda found: found[connected] == 1)
+        await scraped(url, lambda found: found[connected] == 1)
         publisher = await nats.connect(server.url)
 
         async def publish() -> None:
@@ -258,15 +217,13 @@ async def test_the_exporter_reports_nats_as_down_while_it_is_away_and_as_up_once
                 await asyncio.sleep(0.1)
 
         publishing = asyncio.create_task(publish())
-        await serving.scrape_until(lambda found: found[key("up")] == 1)
+        await scraped(url, lambda found: found[key("up")] == 1)
         publishing.cancel()
         await publisher.close()
-    finally:
-        server.kill()
 
 
 class Page:
-    """A stand-in for `Exporter` without NATS, with a few metrics to serve."""
+    """What an exporter without NATS has: a few metrics to serve."""
 
     def collect(self) -> Iterator[Any]:
         return families([], None, connected=True)

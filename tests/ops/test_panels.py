@@ -1,7 +1,5 @@
 """The dashboard and the alert rules: each query returns data from the samples that an exporter serves."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`turnkeep replay`: which requests it takes, and how it explains a difference from the log."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil
@@ -225,9 +223,6 @@ def test_a_replayed_answer_whose_original_ended_early_is_limited_to_the_recorded
     assert step.request.max_tokens == 2
 
 
-Start = Callable[..., Awaitable[LocalWorker]]
-
-
 async def replay(worker: LocalWorker, *options: object) -> subprocess.CompletedProcess[str]:
     return await command("replay", *options, *where(worker))
 
@@ -250,8 +245,7 @@ async def replayed(worker: LocalWorker) -> list[dict[str, int]]:
     return [kinds for key, kinds in log.items() if key.tenant.startswith("replay-")]
 
 
-async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions(local_worker: Start) -> None:
-    worker = await local_worker()
+async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions(worker: LocalWorker) -> None:
     await converse(worker)
     done = await replay(worker, "--speed", "10")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -268,7 +262,7 @@ async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions
 
 
 async def test_a_replay_with_a_changed_chat_template_prints_the_first_difference_and_its_likely_cause(
-    local_worker: Start, tmp_path: Path, tiny_model: Path
+    local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path, tiny_model: Path
 ) -> None:
     changed = tmp_path / "copy" / tiny_model.name
     shutil.copytree(tiny_model, changed)
@@ -288,9 +282,8 @@ async def test_a_replay_with_a_changed_chat_template_prints_the_first_difference
 
 
 async def test_the_command_replay_of_an_unknown_session_or_an_empty_time_range_fails_in_one_line(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     await converse(worker)
     for options, says in (
         (("nobody",), "turnkeep: there is no session nobody; see turnkeep sessions"),

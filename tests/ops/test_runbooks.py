@@ -1,7 +1,5 @@
 """The commands in docs/log.md and docs/runbooks.md run as written; what they say of lost files is true."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shlex

@@ -1,7 +1,5 @@
 """`turnkeep sessions`, `show`, `fork` and `dead`: what they print for a real worker's log and forks."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -90,9 +88,8 @@ async def test_the_command_sessions_prints_the_same_list_after_answered_requests
 
 
 async def test_a_session_is_listed_as_waiting_if_a_request_before_a_cancelled_request_has_no_result(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     await worker.stop()
     raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.s"
     for name in ("a", "b"):
@@ -106,9 +103,8 @@ async def test_a_session_is_listed_as_waiting_if_a_request_before_a_cancelled_re
 
 
 async def test_the_command_sessions_lists_a_reopened_session_with_its_new_tags_and_first_words(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     session = worker.client.session("s")
     await session.open(tags=["old"])
     await session.append(text="before")
@@ -144,10 +140,10 @@ async def test_options_of_the_command_sessions_filter_and_sort_its_list(local_wo
     assert largest["size_bytes"] > others[0]["size_bytes"] > 200
 
 
+@pytest.mark.serves("endless_model")
 async def test_the_command_sessions_lists_a_session_of_any_tenant_with_an_answer_in_progress_as_running(
-    local_worker: Start, endless_model: Path
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
     async with connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
         session = other.session("s")
         answer = session.generate(text="x", max_tokens=50_000)
@@ -163,9 +159,8 @@ async def test_the_command_sessions_lists_a_session_of_any_tenant_with_an_answer
 
 
 async def test_all_sessions_are_listed_even_if_more_exist_than_fit_in_one_reply_of_the_nats_server(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     await worker.client.session("first").append(tokens=[5])
     await worker.stop()
     raw = await nats.connect(worker.settings.nats)
@@ -192,8 +187,7 @@ async def test_the_command_sessions_prints_an_empty_list_if_no_worker_has_create
     assert (done.returncode, done.stdout) == (0, "0 of 0 sessions\n"), done.stderr
 
 
-async def test_the_command_show_prints_the_tool_call_of_an_answer(local_worker: Start) -> None:
-    worker = await local_worker()
+async def test_the_command_show_prints_the_tool_call_of_an_answer(worker: LocalWorker) -> None:
     sky = {"properties": {"sky": {"const": "blue"}}, "required": ["sky"], "additionalProperties": False}
     await worker.client.session("garden").generate(
         messages=[{"role": "user", "content": "How is the sky?"}],
@@ -207,9 +201,8 @@ async def test_the_command_show_prints_the_tool_call_of_an_answer(local_worker: 
 
 
 async def test_the_command_show_prints_each_request_of_a_conversation_with_its_result_and_cost(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
     session = worker.client.session("garden")
     await session.append(messages=[{"role": "system", "content": "Be \x1b[2Jbrief."}], request_id="sys")
     await session.generate(messages=[{"role": "user", "content": "Red?"}], max_tokens=3, request_id="q")
@@ -329,18 +322,22 @@ async def test_forks_are_listed_with_their_parents_by_info_show_and_sessions_wit
     assert f"garden at position {position}" in info
 
 
-async def test_the_command_fork_fails_for_an_unknown_parent_or_a_taken_name(local_worker: Start) -> None:
+async def test_the_command_fork_fails_for_an_unknown_parent_a_taken_name_or_a_position_beyond_the_end(
+    local_worker: Start,
+) -> None:
     worker = await family(local_worker)
+    end = (await worker.client.session("garden").info()).position
     for asked, says in [
         (("nobody", "x"), "there is no session nobody; see turnkeep sessions"),
         (("garden", "red"), "the session is open already"),
-        (("garden", "x", "--position", "99999"), "cannot fork garden at 99999"),
+        (("garden", "x", "--position", "99999"), f"cannot fork garden at 99999: it ends at {end}\n"),
         (("garden", "x", "--without-last", "9"), "the session has 2 exchanges, not 9"),
         (("garden", "a.b"), "a.b"),
     ]:
         done = await command("fork", *asked, *where(worker))
         assert (done.returncode, done.stdout) == (1, "")
         assert says in done.stderr
+    assert {row["session"] for row in await listed(worker)} == {"garden", "red", "rose"}
     done = await command("sessions", "--tree", "nobody", *where(worker))
     assert done.stderr == "turnkeep: nobody is not forked, and no fork; see turnkeep sessions\n"
 

@@ -1,7 +1,5 @@
 """Two tenants on a NATS server with the generated configuration: each can reach only its own sessions."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

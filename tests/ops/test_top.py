@@ -1,10 +1,8 @@
 """`turnkeep top` and what it shares with `exporter` and `console`: metrics in memory, some of them forged."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -208,10 +206,7 @@ def test_top_shows_the_number_of_dropped_snapshots_by_reason() -> None:
     assert "3 in flight" in drawn
 
 
-async def test_top_shows_a_worker_until_ctrl_c_and_restores_the_terminal(
-    local_worker: Callable[..., Awaitable[LocalWorker]],
-) -> None:
-    worker = await local_worker()
+async def test_top_shows_a_worker_until_ctrl_c_and_restores_the_terminal(worker: LocalWorker) -> None:
     await worker.client.session("s1").append(text="abcdef")
 
     def watch() -> int:

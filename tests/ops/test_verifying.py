@@ -1,7 +1,5 @@
 """`turnkeep sessions --verify` and `cache remains` find each fault and what a forget has left, no more."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -232,10 +230,8 @@ async def test_the_command_verify_finds_no_fault_in_a_partly_removed_closed_sess
 
 
 async def test_the_command_verify_reports_no_fault_for_log_entries_stored_during_its_run(
-    local_worker: Start,
+    worker: LocalWorker,
 ) -> None:
-    worker = await local_worker()
-
     async def talk_on() -> None:
         for number in range(20):
             await worker.client.session(f"s{number % 3}").append(text=f"turn {number}")

@@ -3,8 +3,6 @@
 Known vulnerabilities are not looked up, as that needs another service than the registry.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

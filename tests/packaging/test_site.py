@@ -1,7 +1,5 @@
 """The documentation site: a complete reference, no dead links or hosts; the pages name files that exist."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import shutil

@@ -1,7 +1,5 @@
 """The commands of docs/tutorial.md, run in order by one shell, as a new user would."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

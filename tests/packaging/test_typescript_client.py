@@ -1,7 +1,5 @@
 """The TypeScript client as users get it: packed, in a fresh folder, with a real worker and kills."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -3,8 +3,6 @@
 This checkout is not on the import path there. Each test makes one environment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re
@@ -14,7 +12,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -155,10 +153,8 @@ asyncio.run(main())
 
 
 async def test_the_client_wheel_installs_without_mlx_and_generates_through_a_worker(
-    local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
+    worker: LocalWorker, tmp_path: Path
 ) -> None:
-    worker = await local_worker()
-
     def talk() -> str:
         environment = Environment(tmp_path / "fresh")
         built = wheel(ROOT / "protocol", tmp_path / "client")

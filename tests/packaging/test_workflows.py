@@ -1,7 +1,5 @@
 """The CI workflows (valid, pinned, with minimal permissions), and the scripts that they call."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -19,12 +19,6 @@ def free_port():
 
 
 @pytest.fixture
-def unused_port():
-    """Return a second free port; the first is in the settings."""
-    return parts.free_port()
-
-
-@pytest.fixture
 def settings(tmp_path, free_port):
     return Settings(data_dir=tmp_path / "data", nats_port=free_port, log_max_bytes=2**26)
 

@@ -1,7 +1,5 @@
 """An OpenTelemetry collector for tests: receives OTLP over HTTP, and keeps the spans."""
 
-from __future__ import annotations
-
 import threading
 import time
 from dataclasses import dataclass

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ops.http_server import listening
-from tests.parts import until
+from tests.parts import free_port, until
 from turnkeep_client.errors import TurnkeepError
 from worker.process.datadir import DataDir
 from worker.wire import broker
@@ -167,21 +167,6 @@ async def test_an_embedded_nats_server_that_dies_is_restarted_with_its_messages_
     await client.close()
 
 
-async def test_a_nats_connection_closed_for_good_by_the_server_calls_the_on_closed_callback(server, settings):
-    """nats-py does not reconnect after an error such as a too large message, so the worker must know."""
-    await server.start()
-    closed = asyncio.Event()
-
-    async def on_closed(_why):
-        closed.set()
-
-    client = await connect(url_of(server), name="test", on_closed=on_closed)
-    client._max_payload = 2**30  # let it break the server's rule
-    await client.publish("x", b"x" * 2 * settings.max_message_bytes)
-    await asyncio.wait_for(closed.wait(), 10)
-    assert client.is_closed
-
-
 async def test_starting_nats_on_a_port_in_use_fails_with_an_error_that_names_the_port_and_useful_options(
     foreign_server, server, tmp_path
 ):
@@ -196,8 +181,9 @@ async def test_starting_nats_on_a_port_in_use_fails_with_an_error_that_names_the
 
 
 async def test_the_embedded_nats_server_speaks_websocket_only_on_the_port_set_for_websockets(
-    embed, directory, settings, unused_port
+    embed, directory, settings
 ):
+    unused_port = free_port()
     server = embed(directory, dataclasses.replace(settings, nats_websocket=unused_port))
     with socket.create_server(("127.0.0.1", unused_port)), pytest.raises(BrokerError) as caught:
         await server.start()

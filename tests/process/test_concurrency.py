@@ -1,7 +1,5 @@
 """Task groups end only after all of their tasks, and raise their errors; tenants take turns for places."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

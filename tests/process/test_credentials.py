@@ -1,7 +1,5 @@
 """The worker's NATS server requires its own token, and no credentials appear in logs, errors or reports."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
@@ -11,7 +9,8 @@ import signal
 import stat
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import nats
 import pytest
@@ -19,8 +18,10 @@ import structlog
 
 from tests.commands import command_runs
 from tests.commands.command_runs import command
+from tests.parts import WorkerProcess
 from turnkeep_client.redact import redact, shown
 from worker.observe.logs import configure
+from worker.process.datadir import DataDir
 from worker.process.settings import Settings, SettingsError
 from worker.wire.broker import EmbeddedServer
 from worker.wire.connection import BrokerError
@@ -162,14 +163,6 @@ async def test_a_worker_and_its_commands_print_no_credentials_even_after_a_faile
         if file.is_file() and file.suffix in {".log", ".json", ".lock", ".conf", ""}:
             check_silent(file.read_text("utf-8", "replace"))
     assert all(json.loads(line) for line in worker.log.splitlines() if line.startswith("{"))
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.parts import WorkerProcess
-    from worker.process.datadir import DataDir
 
 
 def mode(path: Path) -> int:

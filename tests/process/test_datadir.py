@@ -12,15 +12,6 @@ from worker.process import datadir
 from worker.process.datadir import DataDir, DataDirError, holder_pid, is_same, owner
 from worker.wire.broker import server_name
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-from worker.process.datadir import DataDir
-directory = DataDir.open(Path(sys.argv[1]), "first")
-print("open", flush=True)
-time.sleep(60)
-"""
-
 
 def test_opening_a_new_data_directory_creates_a_private_directory_with_subfolders_and_a_lock_file(tmp_path):
     path = tmp_path / "a" / "b"
@@ -73,18 +64,6 @@ def test_on_a_case_insensitive_disk_differently_capitalised_paths_name_the_same_
     monkeypatch.setattr(os, "stat", lambda path, **more: stat(str(path).replace("DATA", "data"), **more))
     assert is_same(tmp_path / "DATA", tmp_path / "data")
     assert not is_same(tmp_path / "DATA", tmp_path)
-
-
-def test_a_data_directory_in_use_is_refused_with_the_pid_of_its_worker_until_that_worker_is_killed(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout.readline() == "open\n"
-        with pytest.raises(DataDirError, match=rf"in use by worker first \(pid {holder.pid}\).*--data-dir"):
-            DataDir.open(tmp_path, "second")
-        holder.kill()
-    with DataDir.open(tmp_path, "second"):
-        assert json.loads((tmp_path / "worker.lock").read_text())["worker"] == "second"
 
 
 def test_a_child_process_of_the_worker_does_not_hold_the_lock_of_the_data_directory(tmp_path):

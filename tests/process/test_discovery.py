@@ -1,24 +1,18 @@
 """A worker answers the requests PING, INFO and STATS of NATS's service discovery, on a real server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import nats
 import nats.errors
 import pytest
+from nats.aio.client import Client
 
+from tests.parts import LocalWorker
 from turnkeep_client.errors import TurnkeepError
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-
-    from nats.aio.client import Client
-
-    from tests.parts import LocalWorker
 
 pytestmark = pytest.mark.process
 

@@ -1,7 +1,5 @@
 """Nothing is left of forgotten sessions, in whatever form it was stored, and though workers are killed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,22 +1,20 @@
 """Health: what a worker that loads, serves, lacks NATS, hangs or stops reports, and the answers over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import anyio
 import pytest
 
 from tests.commands.command_runs import command, where
-from tests.parts import free_port
+from tests.parts import LocalWorker, NatsServer, WorkerProcess, free_port
 from turnkeep_client import writes
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.log import with_remedy
@@ -31,14 +29,8 @@ from worker.process.datadir import DataDir
 from worker.process.setting_kinds import Endpoint
 from worker.process.settings import Settings
 from worker.supervisor import Supervisor
-from worker.wire.broker import EmbeddedServer, find_server
+from worker.wire.broker import EmbeddedServer
 from worker.wire.log_room import LIMIT_NOTE
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
-
-    from tests.parts import LocalWorker, WorkerProcess
 
 pytestmark = pytest.mark.process
 
@@ -127,32 +119,23 @@ async def test_the_ready_probe_fails_while_a_worker_is_loading_its_model(
 async def test_the_ready_probe_fails_while_nats_is_away_and_succeeds_when_nats_is_back(
     local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
-    port = free_port()
-    command = [str(find_server()), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(tmp_path / "nats")]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+    server = NatsServer(tmp_path / "nats")
+    server.start()
     try:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                    break
-                await asyncio.sleep(0.05)
-        worker = await local_worker(nats=f"nats://127.0.0.1:{port}")
+        worker = await local_worker(nats=server.url)
         server.kill()
-        server.wait()
         await unready(worker.app, "no connection to NATS")
-        server = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+        server.start()
         await unready(worker.app)
         await worker.stop()
     finally:
         server.kill()
-        server.wait()
 
 
 async def test_a_worker_that_is_back_after_an_outage_of_nats_does_not_blame_a_full_disk(
-    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waited for the server meanwhile is stored only some seconds later."""
-    worker = await local_worker()
     writes_of = worker.app._parts.journal.writes  # type: ignore[union-attr]
     monkeypatch.setattr(writes, "UNSTORED_S", 0.5)
     with contextlib.suppress(TimeoutError), writes_of.waiting():
@@ -163,10 +146,9 @@ async def test_a_worker_that_is_back_after_an_outage_of_nats_does_not_blame_a_fu
 
 
 async def test_the_ready_probe_fails_if_the_worker_cannot_renew_its_cluster_membership_record(
-    local_worker: Callable[..., Awaitable[LocalWorker]],
+    worker: LocalWorker,
 ) -> None:
     """For example, the membership stream has no leader; then another worker could take the name."""
-    worker = await local_worker()
     bucket = f"KV_{worker.app._subjects.workers_bucket}"
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
     config = (await js.stream_info(bucket)).config
@@ -182,10 +164,9 @@ async def test_the_ready_probe_fails_if_the_worker_cannot_renew_its_cluster_memb
 
 @pytest.mark.parametrize("stream", ["log_stream", "token_stream"])
 async def test_the_ready_probe_fails_and_the_metrics_say_so_while_a_stream_acknowledges_no_write(
-    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch, stream: str
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch, stream: str
 ) -> None:
     """As on a full disk. The record is still renewed then, as it is in the server's memory."""
-    worker = await local_worker()
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
     config = (await js.stream_info(getattr(worker.client.subjects, stream))).config
     monkeypatch.setattr(writes, "UNSTORED_S", 0.5)
@@ -211,10 +192,9 @@ async def told(worker: LocalWorker, refusal: str) -> None:
 
 
 async def test_the_ready_probe_and_the_metrics_say_why_jetstream_stores_neither_chunks_nor_results(
-    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither stream has a leader, then the log has used up its reserve."""
-    worker = await local_worker()
     js = worker.app._nc.jetstream()  # type: ignore[union-attr]
     monkeypatch.setattr(writes, "UNSTORED_S", 0.5)
     tokens = (await js.stream_info(worker.client.subjects.token_stream)).config
@@ -237,9 +217,8 @@ async def test_the_ready_probe_and_the_metrics_say_why_jetstream_stores_neither_
 
 
 async def test_the_ready_probe_fails_with_the_reason_if_the_workers_device_thread_hangs(
-    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
+    worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = await local_worker()
     goes_on = threading.Event()
     as_ever = Runner.step
 

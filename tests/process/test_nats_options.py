@@ -1,7 +1,5 @@
 """A worker and its commands log in to real NATS servers by each kind of credentials, and over TLS."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -9,7 +7,8 @@ import os
 import signal
 import ssl
 import subprocess
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import nats.errors
@@ -29,9 +28,6 @@ from worker.process.setting_sources import load
 from worker.process.settings import Settings, SettingsError
 from worker.wire.connection import BrokerError, _Watch, connect
 from worker.wire.credentials import nats_options, over_tls
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PASSWORD = "s3cr3t w0rd/#@"
 HOST_NAMES = "subjectAltName=IP:127.0.0.1"

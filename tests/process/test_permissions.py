@@ -1,11 +1,10 @@
 """The permissions that the pages give to clients and for each command are enough, and not too many."""
 
-from __future__ import annotations
-
 import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nats
 import nats.errors
@@ -76,8 +75,6 @@ async def test_the_documented_nats_permissions_let_a_client_use_its_sessions_but
     assert [subject for subject in subjects if any(f'"{subject}"' in line for line in refused)] == subjects
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
 PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text().partition("## Permissions")[2]
 #: For the commands of each row, in their order.
 ARGUMENTS = {

@@ -1,14 +1,12 @@
 """A worker finds faults of model and settings before it makes a stream."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 from uuid import uuid4
 
 import nats
@@ -22,9 +20,6 @@ from turnkeep_client.errors import TurnkeepError
 from worker.app import App
 from worker.process.datadir import DataDir
 from worker.process.settings import Settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.process
 

@@ -199,11 +199,6 @@ def test_a_setting_of_another_type_or_out_of_range_is_refused_with_the_allowed_v
     assert right in message
 
 
-def test_the_error_for_a_malformed_nats_url_does_not_repeat_its_password(tmp_path):
-    message = refusal({"nats": "nats://me:secret@queue:99999"}, cwd=tmp_path)
-    assert "secret" not in message
-
-
 def test_a_missing_unreadable_or_malformed_settings_file_is_refused(tmp_path):
     with pytest.raises(SettingsError, match=r"there is no settings file .*absent\.toml"):
         load({}, {}, Path("absent.toml"), tmp_path)

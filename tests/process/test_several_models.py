@@ -1,7 +1,5 @@
 """`turnkeep serve` with several models: a request loads its model, within one budget of memory."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import errno
@@ -11,8 +9,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import httpx2
@@ -20,6 +20,7 @@ import nats
 import psutil
 import pytest
 import structlog
+from nats.aio.msg import Msg
 from parts import WorkerProcess, free_port, make_tiny_model, until
 
 from turnkeep_client.messages import (
@@ -46,12 +47,6 @@ from worker.standby import Standby
 from worker.supervisor import Supervisor
 from worker.wire.activator import Activator
 from worker.wire.discovery import QUEUE
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
-    from pathlib import Path
-
-    from nats.aio.msg import Msg
 
 LONG = "hello " * 30
 

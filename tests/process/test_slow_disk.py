@@ -1,27 +1,22 @@
 """On a slow disk, what the full queue dropped is stored later, and a worker that stops says what is left."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
 from cache.disk import format as snapshot_format
 from cache.index.write_queue import WriteQueue
+from tests.parts import LocalWorker
+from turnkeep_client.client import Client
 from worker import app as app_module
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from tests.parts import LocalWorker
-    from turnkeep_client.client import Client
 
 pytestmark = pytest.mark.process
 

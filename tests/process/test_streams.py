@@ -46,29 +46,6 @@ async def test_the_log_stream_refuses_messages_when_full_and_the_token_stream_dr
     assert tokens.allow_direct
 
 
-async def test_the_nats_streams_store_requests_results_checkpoints_and_chunks_but_no_other_subjects(
-    js, settings
-):
-    await ensure(js, SUBJECTS, settings)
-    for subject, stream in (
-        (SUBJECTS.of(KEY, "in"), "turnkeep_log"),
-        (SUBJECTS.of(KEY, "commit"), "turnkeep_log"),
-        (SUBJECTS.of(KEY, "checkpoint"), "turnkeep_log"),
-        (SUBJECTS.tokens(KEY, "r1", "chunk"), "turnkeep_tok"),
-    ):
-        assert (await js.publish(subject, b"x")).stream == stream
-    others = [
-        SUBJECTS.of(KEY, "out"),
-        SUBJECTS.tokens(KEY, "r1"),
-        SUBJECTS.of(KEY, "ctl"),
-        SUBJECTS.of(KEY, "ask"),
-        SUBJECTS.metrics("w"),
-    ]
-    for subject in others:
-        with pytest.raises(nats.errors.Error):
-            await js.publish(subject, b"x", timeout=0.5)
-
-
 async def test_subscribers_receive_a_result_only_if_the_log_has_stored_it(client, js, settings):
     await ensure(js, SUBJECTS, settings)
     heard = await client.subscribe(SUBJECTS.of(KEY, "out"))

@@ -1,7 +1,5 @@
 """Machines that stay awake while requests are at work, and that sleep; a user's systemd runs a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -9,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import anyio
 import psutil
@@ -20,7 +18,7 @@ from parts import free_port
 
 from ops import units
 from tests.parts import WorkerProcess
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import NoServerError
 from worker.process import wakefulness
 
@@ -87,10 +85,6 @@ async def test_a_worker_keeps_running_without_the_macos_program_that_prevents_sl
     assert scope.cancelled_caught
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from turnkeep_client.client import Client
 NAME = f"turnkeep-test-{os.getpid()}"
 ROOT = Path(__file__).parents[2]
 REQUEST: Final[dict[str, Any]] = {"tokens": (1, 2, 3), "max_tokens": 300}

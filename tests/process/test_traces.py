@@ -1,14 +1,14 @@
 """A worker sends spans of its turns to a collector: complete, without text, and without delaying turns."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
 import re
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -20,10 +20,6 @@ from turnkeep_client.errors import RequestFailedError
 from worker.observe.otlp import Traces
 from worker.observe.traces import Phase, TurnTimes
 from worker.observe.tracing import TracesError
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-    from pathlib import Path
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 TRACE_ID, SPAN_ID = PARENT.split("-")[1:3]

@@ -15,8 +15,6 @@ several workers by chance die while they run the same request: a few requests in
 answered `internal`. That is no fault.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

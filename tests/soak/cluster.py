@@ -14,8 +14,6 @@ With `--images N` clients hold N sessions about pictures instead, with a model t
 (`tests/taught.py`). Each answer must be the one that a worker without faults gives to the same conversation.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -25,31 +23,25 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 from attack import SESSIONS, TENANTS, Attack, settled
-from harness import Heard, Target, arguments, folder, read_log, report, tiny_model
+from harness import Heard, Target, Verdict, arguments, folder, read_log, report, tiny_model
 from parts import free_port, nats_server_program
 
 from tests import taught
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.images import image
 from turnkeep_client.log import BUILD_HEADER, words
 from turnkeep_client.messages import decode_request, encode
 from turnkeep_client.retrying import retry
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from harness import Verdict
-
-    from turnkeep_client.client import Client
-    from turnkeep_client.session import Session
+from turnkeep_client.session import Session
 
 OPTIONS = ("--min-free-disk", "0", "--max-disk", "256MiB")
 BRIDGE = "turnkeep0"

@@ -8,34 +8,25 @@ get another model. Each tenth has a row: how long requests took, and what the wo
 NATS server and the disk have in use. A request without an answer is a fault, as is what the oracle finds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import anyio
 import psutil
 from cluster import OPTIONS, Member, Nodes
-from harness import arguments, folder, judge, read_log, report, size_bytes, tiny_model
+from harness import Verdict, arguments, folder, judge, read_log, report, size_bytes, tiny_model
 
-from turnkeep_client.client import connect
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.retrying import retry
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from harness import Verdict
-
-    from turnkeep_client.client import Client
 
 _KILL_EACH = 200
 _SENDERS = 8

@@ -17,10 +17,11 @@ import signal
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "protocol"), str(ROOT / "tests")]
@@ -63,10 +64,6 @@ from worker.sessions.fold import Fold  # noqa: E402
 from worker.sessions.history import TokenHistory  # noqa: E402
 from worker.sessions.record import Record, ResultParts  # noqa: E402
 from worker.wire.consistent_reads import StoredMessage  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable, Mapping
-
 
 SUBJECTS = Subjects()
 #: Enough time for any answer on a busy machine. A request that takes longer counts as unanswered.

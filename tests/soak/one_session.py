@@ -7,25 +7,19 @@ median and the 99th percentile of the turns' times, the worker's CPU time for a 
 After the first and the last tenth the worker is killed (`kill -9`); the next turn then waits for its restart.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import psutil
 from harness import Target, arguments, folder, size_bytes, tiny_model
 
 from turnkeep_client.client import connect
 from turnkeep_client.messages import CachePolicy
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from turnkeep_client.session import Session
+from turnkeep_client.session import Session
 
 _POLICY = CachePolicy(policy="sink_window", sink=4, window=256)
 _LIMITS = ("--log-max-bytes", "8GiB", "--max-disk", "256MiB")

@@ -11,8 +11,6 @@ another type of KV, or an older code. A restore may then be shorter, but its bit
 faulty file must be found: by the restore that reads it, else by `cache verify`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -22,9 +20,10 @@ import sys
 import time
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from harness import ROOT, arguments, folder, table
 
@@ -37,21 +36,15 @@ from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache  # noqa: E
 from tiny_models import BLOCK, VOCABULARY, WIDE, build, prompt  # noqa: E402
 
 from cache.admin.survey import verify  # noqa: E402
+from cache.disk.chain_reader import RestoredKv  # noqa: E402
 from cache.kv import layers  # noqa: E402
 from cache.names import blocks  # noqa: E402
+from cache.names.blocks import Span  # noqa: E402
 from cache.names.identity import Identity  # noqa: E402
 from cache.names.images import ImageSpan  # noqa: E402
-from cache.names.snapshot import STATE  # noqa: E402
-from cache.names.tokens import as_tokens  # noqa: E402
+from cache.names.snapshot import STATE, Tensor  # noqa: E402
+from cache.names.tokens import Tokens, as_tokens  # noqa: E402
 from cache.store import Store  # noqa: E402
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from cache.disk.chain_reader import RestoredKv
-    from cache.names.blocks import Span
-    from cache.names.snapshot import Tensor
-    from cache.names.tokens import Tokens
 
 #: Models that have all classes of cache between them, and two classes that no model has by itself.
 KINDS: Final = (

@@ -1,7 +1,5 @@
 """Short runs of the programs in this folder, and tests that their oracle (`judge`) finds faults."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -134,36 +132,24 @@ def told(seq: int, of: int, position: int = 1, **more: Any) -> SimpleNamespace:
     return stored(seq, "out", type="appended", id="r1", seq=of, position=position, **counts, **more)
 
 
-@pytest.mark.parametrize(
-    ("log", "acked", "fault"),
-    [
-        ([asked(1), told(2, 1)], {3: (KEY, b"{}")}, "lost"),
-        ([asked(1)], {}, "unanswered"),
-        ([asked(1), told(2, 1), told(3, 1)], {}, "doubled"),
-        ([asked(1), told(2, 1), told(3, 9)], {}, "contradicting"),
-        ([asked(1), told(2, 1), asked(3), told(4, 3, 2, repeat_of=1)], {}, "contradicting"),
-        ([asked(1), told(2, 1), asked(3, "b"), told(4, 3)], {}, "contradicting"),
-        ([asked(1), told(2, 1, asked=having("b"))], {}, "contradicting"),
-        (
-            [
-                asked(1),
-                stored(2, "out", type="failed", id="r1", seq=1, code="internal", message="", retryable=True),
-            ],
-            {},
-            "internal",
-        ),
-    ],
-    ids=[
-        "acknowledged request is not in the log",
-        "request without result",
-        "two results of a request",
-        "result of no request",
-        "repeat with another position",
-        "reused id is not refused",
-        "result quotes another request",
-        "internal error",
-    ],
-)
+FAILED = {"type": "failed", "id": "r1", "seq": 1, "code": "internal", "message": "", "retryable": True}
+FAULTY: dict[str, tuple[list[Any], dict[int, Any], str]] = {
+    "acknowledged request is not in the log": ([asked(1), told(2, 1)], {3: (KEY, b"{}")}, "lost"),
+    "request without result": ([asked(1)], {}, "unanswered"),
+    "two results of a request": ([asked(1), told(2, 1), told(3, 1)], {}, "doubled"),
+    "result of no request": ([asked(1), told(2, 1), told(3, 9)], {}, "contradicting"),
+    "repeat with another position": (
+        [asked(1), told(2, 1), asked(3), told(4, 3, 2, repeat_of=1)],
+        {},
+        "contradicting",
+    ),
+    "reused id is not refused": ([asked(1), told(2, 1), asked(3, "b"), told(4, 3)], {}, "contradicting"),
+    "result quotes another request": ([asked(1), told(2, 1, asked=having("b"))], {}, "contradicting"),
+    "internal error": ([asked(1), stored(2, "out", **FAILED)], {}, "internal"),
+}
+
+
+@pytest.mark.parametrize(("log", "acked", "fault"), FAULTY.values(), ids=FAULTY)
 def test_the_soak_judge_finds_lost_unanswered_doubled_and_contradicting_results_in_a_log(
     log: list[Any], acked: dict[int, Any], fault: str
 ) -> None:
