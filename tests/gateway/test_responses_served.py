@@ -105,7 +105,7 @@ async def test_a_request_with_previous_response_id_continues_the_conversation_of
 
 @pytest.mark.parametrize("is_long", [False, True])
 async def test_a_forked_conversation_can_be_continued_by_its_response_id_after_the_parent_response_is_deleted(
-    served: Any, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
+    worker: Any, served: Any, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
 ) -> None:
     """Unless the conversation before the fork is too long for a header in the log."""
     first, _ = await ask(served, f"One? {random.Random(5).randbytes(300).hex()}")
@@ -127,6 +127,10 @@ async def test_a_forked_conversation_can_be_continued_by_its_response_id_after_t
             await gone(first.id)
     assert await served.openai.responses.retrieve(fork.id) == fork
     if is_long:
+        session = worker.client.session(f"gw-{fork.id.removeprefix('resp_')[:32]}")
+        async with asyncio.timeout(30):  # the worker empties the log soon after a forget
+            while (await session.history()).is_whole:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         with pytest.raises(openai.BadRequestError, match="not found"):
             await ask(served, "Four?", previous_response_id=fork.id)
     else:

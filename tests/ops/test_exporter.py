@@ -34,7 +34,7 @@ from worker.observe.telemetry import Telemetry
 #: Fields that become labels, or values of `turnkeep_..._info`.
 LABELS = {"worker", "others", "model", "device", "version", "sampling", "reasoning", "vision", "makes"}
 LABELS |= {"snapshots", "by_tenant", "model_changed_s"}
-LABELS |= {"max_message_bytes"}  # a setting, of which there is no figure
+LABELS |= {"max_message_bytes", "refusal"}  # a setting and a sentence, of which there are no figures
 LABEL = {"worker": "w1", "model": "tiny", "device": "cpu"}
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
