@@ -66,8 +66,8 @@ def _function_scoped_runner(
     monkeypatch.setattr(device, "CONTEXT", TINY_CONTEXT)
     monkeypatch.setattr(device, "_DISK_FAILS", 0.0)
     monkeypatch.setattr(device, "next_token", lambda *seen: max(next_token(*seen), 3))
-    monkeypatch.setattr(loop, "MOST_HANDLES", 3_000_000)
     with loop.simulated(outcome.seed) as found, history.world(found, outcome, tell=True) as (server, _):
+        found.most_handles = 3_000_000
         yield SimulatedRunner(found, server)
         print(*outcome.story, sep="\n")
         assert found.faults == []

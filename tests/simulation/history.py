@@ -84,6 +84,7 @@ def simulate(
     with simulated(seed) as loop, world(loop, outcome, tell=tell) as (server, note):
         plain = {name: value for name, value in PLAIN.items() if name in without}
         plan = replace(Plan.of(Random(f"{seed} plan")), **{**(favoured or {}), **plain})
+        loop.most_handles *= max(1, plan.num_workers // 3)
         history = History(loop, server, plan, note, seed=seed, without=without)
         with patched(history):
             try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 #: The wall clock at the virtual time 0.
 BEGIN_S = 1_800_000_000.0
-#: A history that runs more callbacks than this counts as endless.
+#: A history of up to three workers that runs more callbacks than this counts as endless.
 MOST_HANDLES = 50_000
 
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
@@ -135,6 +135,7 @@ class Loop(asyncio.BaseEventLoop):
         super().__init__()
         self.random = random.Random(seed)
         self.num_handles = 0
+        self.most_handles = MOST_HANDLES
         #: By number of a handle: a function to call before that handle runs, for crashes at any await.
         self.at_handle: dict[int, Callable[[], None]] = {}
         self.tasks: list[_Task] = []
@@ -217,7 +218,7 @@ class Loop(asyncio.BaseEventLoop):
                     except BaseException as error:  # as asyncio does
                         said = {"message": f"Exception in callback {callback}", "exception": error}
                         self.call_exception_handler(said)
-            if self.num_handles > MOST_HANDLES:
+            if self.num_handles > self.most_handles:
                 raise TimeoutError("the history does not end")
 
     def _process_events(self, event_list: Any) -> None:
