@@ -40,8 +40,9 @@ LAST_POLL_S: Final = 30.0
 DOUBT_S: Final = 1.0
 #: No replica of the log lags behind longer than this.
 MOST_LAG_S: Final = 30.0
-#: Longer than a worker waits for the result of an ask.
-_ASK_S: Final = 960.0
+#: How long to wait for a worker that stores and answers a close, which another may do after a crash: longer
+#: than it tries to store the close.
+_ASK_S: Final = 120.0
 
 
 class _Named(Struct):
@@ -344,16 +345,19 @@ class Call:
         try:
             subjects, body = self._wire.subjects, encode(self.request)
             self.is_published = True
-            try:
-                self.seq = await self._wire.publish(subjects.of(self.key, "in"), body, self._headers)
-            except RequestFailedError:  # if the log is full, workers still have room in it
-                if not isinstance(self.request, Close):
-                    raise
-                reply = await self._wire.ask(subjects.of(self.key, "ask"), body, _ASK_S)
-                if (seq := _named(reply).seq) is None:
-                    raise  # the log did not take it from the worker either
-                self.seq, self._body = seq, reply
-                return
+            while self.seq is None:
+                try:
+                    self.seq = await self._wire.publish(subjects.of(self.key, "in"), body, self._headers)
+                except RequestFailedError:  # if the log is full, workers still have room in it
+                    if not isinstance(self.request, Close):
+                        raise
+                    with suppress(TimeoutError):  # its worker may have crashed; a second entry does no harm
+                        async with asyncio.timeout(_ASK_S):
+                            reply = await self._wire.ask(subjects.of(self.key, "ask"), body, 2 * _ASK_S)
+                        if (seq := _named(reply).seq) is None:
+                            raise  # the log did not take it from the worker either
+                        self.seq, self._body = seq, reply
+                        return
             self._wait_at(self.seq, feed)
             if self.seq in feed.early:
                 self.resolve(feed.early[self.seq])

@@ -160,14 +160,14 @@ async def _parts(stream: LogStream, key: SessionKey, end: float, log: SessionLog
     """Return a session's part since its last open, then its parent's before that open, and so on."""
     found: dict[SessionKey, SessionLog] = {} if log is None else {key: log}
     parts: list[_Part] = []
-    opens, is_copy = set[int](), False
+    opens, is_copy, least = set[int](), False, 0
     while True:
         if key not in found:  # the end of a later read of the same session is an earlier one
             found[key] = await read(stream, key, end=end)
-        part = _since_open(found[key], end)
+        part = _since_open(found[key], end, least)
         if is_copy and not part.exchanges:  # the parent may have been imported after its fork
             found = {key: await read(stream, key)}
-            part = _since_open(found[key], inf)
+            part = _since_open(found[key], inf, least)
         parent = part.parent
         seq = part.exchanges[0].answered.seq if part.exchanges else 0
         if parent is None:
@@ -176,16 +176,23 @@ async def _parts(stream: LogStream, key: SessionKey, end: float, log: SessionLog
             return parts
         parts.append(part)
         opens.add(seq)
-        key, end, is_copy = SessionKey(key.tenant, parent.session), seq, part.is_copy
+        key, end, least = SessionKey(key.tenant, parent.session), seq, parent.position
+        is_copy = part.is_copy
 
 
-def _since_open(log: SessionLog, end: float) -> _Part:
+def _since_open(log: SessionLog, end: float, least: int) -> _Part:
+    """Return the part before `end`, up to where the session last had `least` tokens: so many a fork took.
+
+    A rewind of the parent may be stored while the fork is made from what the parent had before.
+    """
     changes = [
         one
         for one in log.exchanges
         if one.answered.seq < end and one.changes_session and one.answered.history is not None
         if isinstance(one.result, _CHANGING)
     ]
+    while changes and (changes[-1].result.position or 0) < least:
+        changes.pop()
     opened = (number for number, one in enumerate(changes) if isinstance(one.result, Opened))
     return _Part(changes[max(opened, default=0) :], log.is_copy)
 

@@ -8,6 +8,7 @@ import pytest
 import structlog
 from nats.js.errors import APIError
 
+from turnkeep_client import calls
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Failed, Generate
 from turnkeep_client.session import build
@@ -58,6 +59,23 @@ async def test_sessions_in_a_full_log_can_be_closed_which_makes_room_for_request
             await asyncio.sleep(0.1)
         while (await size_of(worker))[1] != open_bytes(LIMIT):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
+
+
+async def test_a_close_that_a_worker_was_to_store_in_a_full_log_is_sent_again_if_the_worker_stays_silent(
+    local_worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have crashed."""
+    worker = await local_worker(log_max_bytes=LIMIT, max_message_bytes=2**16)
+    await fill(worker)
+    asked, publish = [], LogRoom.publish
+
+    async def silent_at_first(self: LogRoom, subject: str, *entry: Any) -> Any:
+        asked.append(subject)
+        return await (asyncio.sleep(3600) if len(asked) == 1 else publish(self, subject, *entry))
+
+    monkeypatch.setattr(LogRoom, "publish", silent_at_first)
+    monkeypatch.setattr(calls, "_ASK_S", 0.5)
+    await worker.client.session("s0").close(timeout_s=20)
 
 
 async def test_a_request_that_just_fits_into_the_nearly_full_log_gets_its_result_and_later_ones_are_refused(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 from raw_wire import Start, generate, user
@@ -11,6 +12,7 @@ from tests.simulation.world import Server
 from turnkeep_client.client import Client
 from turnkeep_client.history import History
 from turnkeep_client.messages import Generate, Generated, Message
+from worker.wire.journal import Journal
 
 
 def said(history: History) -> list[tuple[str, object]]:
@@ -80,6 +82,25 @@ async def test_the_history_of_a_forked_session_begins_with_the_turns_of_its_pare
             await asyncio.sleep(0.01)
     assert said(rest) == [("user", "c?"), ("assistant", last.text)]
     assert rest.position == history.position
+
+
+@pytest.mark.simulated
+async def test_the_history_of_a_fork_has_the_parents_turns_that_a_rewind_removed_while_the_fork_was_made(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, commit = client.session("parent"), Journal.commit
+    first = await parent.generate(messages=user("a?"), max_tokens=3)
+    await parent.generate(messages=user("b?"), max_tokens=3)
+
+    async def later(self: Journal, key: Any, *entry: Any, **server: Any) -> int:
+        if key.session == "fork":
+            await parent.rewind(2)
+        return await commit(self, key, *entry, **server)
+
+    monkeypatch.setattr(Journal, "commit", later)
+    fork = await parent.fork("fork", first.position)
+    history = await fork.history()
+    assert (said(history), history.is_whole) == ([("user", "a?"), ("assistant", first.text)], True)
 
 
 @pytest.mark.simulated

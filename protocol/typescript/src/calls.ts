@@ -21,8 +21,8 @@ export const LAST_POLL_MS = 30_000;
 const DOUBT_MS = 1000;
 /** No replica of the log lags for so long. */
 const MOST_LAG_MS = 30_000;
-/** Longer than a worker waits for the result of an ask. */
-const ASK_MS = 960_000;
+/** How long to wait for a worker that stores and answers a close, which another may do after a crash. */
+const ASK_MS = 120_000;
 
 /** Options of a single call. */
 export interface CallOptions {
@@ -291,14 +291,22 @@ export class Call {
   async #store(body: Uint8Array): Promise<number | undefined> {
     const { wire } = this.#feeds;
     const { headers, signal } = this.#options;
-    try {
-      return await wire.publish(wire.subjects.of(this.key, "in"), body, headers, signal);
-    } catch (error) {
-      if (!(error instanceof RequestFailedError) || this.request.type !== "close") throw error;
-      const result = decode<Result>(await wire.ask(wire.subjects.of(this.key, "ask"), body, ASK_MS));
-      if (typeof result?.seq !== "number") throw error; // the log did not take it from the worker either
-      this.result = result;
-      return undefined;
+    for (;;) {
+      const begun = Date.now();
+      try {
+        return await wire.publish(wire.subjects.of(this.key, "in"), body, headers, signal);
+      } catch (error) {
+        if (!(error instanceof RequestFailedError) || this.request.type !== "close") throw error;
+        const reply = await wire.ask(wire.subjects.of(this.key, "ask"), body, ASK_MS).catch((silence: unknown) => {
+          if (Date.now() - begun < ASK_MS) throw silence;
+          return undefined; // its worker may have crashed; a second entry does no harm
+        });
+        if (reply === undefined) continue;
+        const result = decode<Result>(reply);
+        if (typeof result?.seq !== "number") throw error; // the log did not take it from the worker either
+        this.result = result;
+        return undefined;
+      }
     }
   }
 
