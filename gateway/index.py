@@ -206,7 +206,9 @@ class SessionIndex:
         self._by_boundary: dict[bytes, IndexedSession] = {}
 
     def add(self, session: IndexedSession) -> None:
-        """Add a session as the most recently used."""
+        """Add a session as the most recently used, in place of one that was read before under its name."""
+        if (before := self.sessions.get(session.name)) not in (None, session):
+            self.drop(before)
         self.sessions[session.name] = session
 
     def begin(self, asked: IndexedRequest) -> None:

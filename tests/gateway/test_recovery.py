@@ -91,3 +91,20 @@ async def test_a_starting_gateway_reads_recent_sessions_whole_and_of_older_ones_
     assert found == [[False, False], [True, True]]
     assert {one.position for one in index.sessions.values()} == {each["b"] for each in seen}
     assert len(index.sessions) == 2
+
+
+async def test_a_running_request_in_the_index_belongs_to_a_session_there_after_a_second_reading_of_the_log(
+    worker: Any,
+) -> None:
+    """The first reading may have failed in the middle."""
+    session = worker.client.session(f"gw-{3:032x}")
+    name = RequestName(prompt_of(session, "a"), b"o", 0)
+    running = session.generate(text="Say.", request_id=str(name), max_tokens=50_000)
+    await running.send()
+    index = SessionIndex()
+    for _ in range(2):
+        await recover(worker.client, index)
+    [asked] = index.asked.values()
+    assert asked.session is index.sessions[session.key.session]
+    await session.cancel(str(name))
+    await running

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 #: The wall clock at the virtual time 0.
 BEGIN_S = 1_800_000_000.0
 #: A history of up to three workers that runs more callbacks than this counts as endless.
-MOST_HANDLES = 50_000
+MOST_HANDLES = 100_000
 
 _process: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
 
