@@ -172,7 +172,7 @@ class Conversations:
             self.index.drop(known)
         key, most_s = session_key(self.client.tenant, session), LAST_PAUSE_S
         try:
-            await self.client.submit(key, build(Open), timeout_s=most_s)  # only an open one can be forgotten
+            await self.client.submit(key, build(Open), timeout_s=most_s)  # it may have refused all requests
             closing = await self.client.submit(key, build(Close, forget=True), timeout_s=most_s)
         except ResultTimeoutError:
             raise NotStoredError from None

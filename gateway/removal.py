@@ -54,7 +54,7 @@ async def remove(
     index.enter(session)
     with contextlib.suppress(TurnkeepError):
         if session.position is not None:
-            if not session.position:  # its first request was refused: only an open session can be forgotten
+            if not session.position:  # its first request was refused, so it does not exist yet
                 await client.submit(key, build(Open))
             await client.submit(key, build(Close, forget=forget or None, expect_position=session.position))
         index.drop(session)
