@@ -186,6 +186,12 @@ async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(
     assert second.worker.app._parts.intake.num_sessions == 0
 
 
+async def drain(one: Wire, body: bytes) -> Any:
+    """Drain a worker, or with `b"false"` no longer; return the names of the others that take its sessions."""
+    members = one.worker.app._members
+    return json.loads((await one.nc.request(members.address(members.me, "drain"), body, timeout=5)).data)
+
+
 async def test_a_draining_worker_hands_each_session_over_to_another_worker_between_two_requests(
     wire: Start,
 ) -> None:
@@ -196,12 +202,6 @@ async def test_a_draining_worker_hands_each_session_over_to_another_worker_betwe
         """Append once to each session; return the workers that did it."""
         await asyncio.gather(*(first.send(name, append(f"a{number}")) for name in names))
         return {(await makers(first, name))[-1] for name in names}
-
-    async def drain(one: Wire, body: bytes) -> Any:
-        members = one.worker.app._members
-        return json.loads(
-            (await first.nc.request(members.address(members.me, "drain"), body, timeout=5)).data
-        )
 
     assert await turn(1) == {"first", "second"}
     await first.send("busy", append("a"))
@@ -223,6 +223,28 @@ async def test_a_draining_worker_hands_each_session_over_to_another_worker_betwe
     assert await makers(first, "fork") == [others], "which has its parent"
     await drain(other, b"true")
     assert await turn(3) == {name}
+
+
+async def test_a_worker_that_compares_another_workers_session_with_a_forgotten_one_counts_its_new_size(
+    wire: Start,
+) -> None:
+    """Else its limit of memory for idle sessions would be wrong by what it has read of that session."""
+    first, second = await two(wire)
+    await drain(second, b"true")
+    await first.send("s", append("a", "hello"))
+    session = first.worker.app._parts.sessions._sessions[SessionKey("default", "s")]
+    await until(lambda: session.counted_bytes)
+    before = session.counted_bytes
+    await drain(second, b"false")
+    await drain(first, b"true")
+    await first.send("s", append("b", " and more than before"))
+    assert await makers(first, "s") == ["first", "second"]
+    await drain(first, b"false")
+    await drain(second, b"true")
+    await first.send("forgotten", append("c", "hello"))
+    await first.send("forgotten", {"type": "close", "id": "d", "forget": True})
+    assert await makers(first, "forgotten") == ["first", "first"]
+    assert before < session.counted_bytes == session.log.record.size_bytes
 
 
 @pytest.mark.parametrize("name", ["s", "not~a~name"])

@@ -33,7 +33,11 @@ def main() -> int:
     parser.add_argument("--traces", action="store_true", help="print a checksum of each history")
     mutants = table()
     parser.add_argument(
-        "--without", choices=mutants, nargs="+", help="take a guard of the program away, one after the other"
+        "--without",
+        choices=mutants,
+        nargs="+",
+        metavar="MUTANT",
+        help="take these guards of the program away, one after the other; tests/mutants.toml has their names",
     )
     parser.add_argument("--workers", type=int, help="so many workers in each history")
     parser.add_argument("--whole", action="store_true", help="tell failures as they are, not shrunk")

@@ -97,7 +97,7 @@ class Sessions:
     async def erase(self, key: SessionKey) -> bool:
         """Drop the KV of a session that another worker forgets; return whether no KV of it is left here."""
         with self.in_use(key) as session:
-            await _read(session)
+            await self._read(session)
             had = await session.log.all_tokens()
             shared = partial(self._num_shared, key, parent=session.history.parent)
             # A turn that still runs here may have stored KV that continues these tokens. Then a note tells
@@ -189,7 +189,7 @@ class Sessions:
             read: set[ServedSession | None] = {None}
             while True:
                 if other is not None:
-                    await _read(other)
+                    await self._read(other)
                     read.add(other)
                 num, other = self._most_shared(key, tokens)
                 if other in read:
@@ -211,6 +211,17 @@ class Sessions:
             if (num := needed.num_common(tokens)) > most:
                 most, found = num, other
         return most, found
+
+    async def _read(self, session: ServedSession) -> None:
+        """Read a session's log to its end. If that fails, log it; the session's `needed` is then None."""
+        try:
+            await session.read_closing()
+        except FencedError:
+            pass  # its own task reads it anew
+        except Exception:
+            log.exception("a session could not be read that may share tokens with a forgotten one")
+        finally:
+            self._update_size(session)
 
     def _bound_memory(self) -> None:
         """Evict idle sessions but the last `_NUM_KEPT`, the least recently used first, above the limit."""
@@ -265,13 +276,3 @@ class Sessions:
             self._at_work.discard(session.key)
             self._update_size(session)
             self._bound_memory()
-
-
-async def _read(other: ServedSession) -> None:
-    """Read another session's log to its end. If that fails, log it; the session's `needed` is then None."""
-    try:
-        await other.read_closing()
-    except FencedError:
-        pass  # its own task reads it anew
-    except Exception:
-        log.exception("a session could not be read that may share tokens with a forgotten one")
