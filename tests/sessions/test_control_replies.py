@@ -111,6 +111,28 @@ async def test_a_request_on_the_ask_subject_is_answered_although_nats_is_lost_wh
 
 
 @pytest.mark.simulated
+async def test_an_ask_request_whose_session_was_forgotten_while_nats_was_lost_is_told_that_it_was_removed(
+    quiet_wire: Start, server: Server
+) -> None:
+    """Else the caller would wait for 15 minutes for what nobody has any more."""
+    w = await quiet_wire()
+    asking = asyncio.create_task(w.nc.request(w.subject("s", "ask"), json.dumps(ASK).encode(), timeout=15))
+    stored = asyncio.Event()
+
+    def cut(subject: str) -> None:
+        if subject.endswith(".commit") and not stored.is_set():
+            stored.set()
+            server.cut(next(one for one in server.links if one.connection._process is w.worker.process))
+
+    server.on_stored = cut
+    await stored.wait()
+    await w.send("s", {"type": "close", "id": "c", "forget": True})
+    told = json.loads((await asking).data)
+    assert (told["type"], told["code"], told["retryable"]) == ("failed", "unknown_session", False)
+    assert "removed from the log" in told["message"]
+
+
+@pytest.mark.simulated
 @pytest.mark.parametrize("kind", ["ask", "ctl"])
 async def test_several_equal_requests_with_the_same_reply_subject_each_get_a_reply(
     cluster: list[Wire], kind: str

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _PUBLISH_TIMEOUT_S: Final = 5.0
 #: How often an ask looks for its result in the log: while its connection was lost, it received nothing.
 _LOOK_S: Final = 10.0
+_REMOVED: Final = "the request was removed from the log with its session; whether it was answered is unknown"
 _TOO_LARGE: Final = "the request is larger than a message may be: send it as several appends"
 
 
@@ -97,13 +98,18 @@ class Asks:
         return ack.seq
 
     async def _result(self, results: Subscription, key: SessionKey, request_id: str, seq: int) -> Result:
-        """Wait for the result of the request at `seq` on `out`; look for it in the log too, every 10 s."""
+        """Wait for the result of the request at `seq` on `out`; look for it in the log too, every 10 s.
+
+        Returns `Failed` if the log has neither the request nor its result, as after a close with `forget`.
+        """
         while True:
             with move_on_after(_LOOK_S):
                 while True:
                     body = (await results.next_msg(timeout=None)).data
                     if (result := _as_result(body, request_id, seq)) is not None:
                         return result
+            # Asked before the results are read: an answered request leaves the log too.
+            is_there = await self._journal.is_there(seq)
             after, more = seq, 1
             while more:
                 entries, more = await self._journal.page(key, "out", after)
@@ -111,6 +117,8 @@ class Asks:
                     after = entry.seq
                     if (result := _as_result(entry.body, request_id, seq)) is not None:
                         return result
+            if not is_there:
+                return failure(request_id, "unknown_session", _REMOVED)
 
 
 def _as_result(body: bytes, request_id: str, seq: int) -> Result | None:
