@@ -12,7 +12,6 @@ from uuid import uuid4
 import click
 import msgspec
 
-from ops.log.ending import close
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
@@ -204,7 +203,7 @@ async def _answer(
     finally:
         if is_new:
             with contextlib.suppress(TurnkeepError):  # a later worker closes it: the request is in the log
-                await close(session, _CLOSE_S, cancel=True)
+                await session.close(cancel=True, timeout_s=_CLOSE_S)
 
 
 async def _answers(
@@ -218,8 +217,9 @@ async def _answers(
         results = await while_reachable(session, samples)
     finally:
         if is_new:
-            with contextlib.suppress(TurnkeepError):  # a later worker closes it
-                await close(session, _CLOSE_S / 2, cancel=True)  # after as long for those of the answers
+            # Those of the answers were closed before, and took up to as long; else a later worker closes it.
+            with contextlib.suppress(TurnkeepError):
+                await session.close(cancel=True, timeout_s=_CLOSE_S / 2)
     if as_json:
         click.echo(encode({"answers": results}))
         return

@@ -33,7 +33,6 @@ from turnkeep_client.messages import (
     Failed,
     ForkPoint,
     Generated,
-    Open,
     decode_request,
 )
 from turnkeep_client.session import build
@@ -172,7 +171,6 @@ class Conversations:
             self.index.drop(known)
         key, most_s = session_key(self.client.tenant, session), LAST_PAUSE_S
         try:
-            await self.client.submit(key, build(Open), timeout_s=most_s)  # it may have refused all requests
             closing = await self.client.submit(key, build(Close, forget=True), timeout_s=most_s)
         except ResultTimeoutError:
             raise NotStoredError from None

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import Close, Open
+from turnkeep_client.messages import Close
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
@@ -54,8 +54,7 @@ async def remove(
     index.enter(session)
     with contextlib.suppress(TurnkeepError):
         if session.position is not None:
-            if not session.position:  # its first request was refused, so it does not exist yet
-                await client.submit(key, build(Open))
+            forget = forget or not session.position  # one that refused all requests cannot be closed else
             await client.submit(key, build(Close, forget=forget or None, expect_position=session.position))
         index.drop(session)
     index.leave(session)

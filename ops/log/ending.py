@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Closed
 from turnkeep_client.session_log import tails
 
@@ -23,21 +22,7 @@ async def end(client: Client, name: str, timeout_s: float, *, forget: bool, canc
     session = client.session(name)
     if not (forget and await _is_in_log(client, session.key)):
         await check_open(session)
-    return await close(session, timeout_s, forget=forget, cancel=cancel)
-
-
-async def close(session: Session, timeout_s: float, *, forget: bool = False, cancel: bool = False) -> Closed:
-    """Close a session, if need be with `forget`; with `cancel`, first cancel its requests without a result.
-
-    A session whose requests have all failed is opened first.
-    """
-    try:
-        return await session.close(forget=forget, cancel=cancel, timeout_s=timeout_s)
-    except RequestFailedError as error:
-        if error.code != "unknown_session":
-            raise
-    await session.open(timeout_s=timeout_s)
-    return await session.close(forget=forget, timeout_s=timeout_s)
+    return await session.close(forget=forget, cancel=cancel, timeout_s=timeout_s)
 
 
 async def check_open(session: Session) -> None:

@@ -372,8 +372,8 @@ class Close(_Request, frozen=True, tag="close"):
     those of a cancelled request, and those of closed sessions of this name that are still in the log.
 
     `cancel` also cancels the session's earlier appends and generates without a result; if no worker runs, the
-    next worker cancels them before it continues one. With `cancel`, even a session of which no request has
-    run yet can be closed.
+    next worker cancels them before it continues one. With `cancel` or `forget`, even a session of which no
+    request has run can be closed.
     """
 
     forget: bool = False

@@ -48,6 +48,20 @@ async def test_an_idle_session_stays_in_the_gateways_index_until_the_log_has_sto
     assert not index.sessions
 
 
+async def test_removing_a_session_that_has_refused_all_its_requests_leaves_no_request_in_the_log(
+    worker: Any,
+) -> None:
+    key = worker.client.session("s").key
+    with pytest.raises(RequestFailedError):
+        await worker.client.session("s").rewind(0)
+    index, session = SessionIndex(), IndexedSession("s", 0, 0.0)
+    index.add(session)
+    await remove(worker.client, index, session, forget=False)
+    async with asyncio.timeout(10):
+        while [entry async for _, entry in worker.client.stored.every(key, "in") if entry.seq == 1]:
+            await asyncio.sleep(0.05)
+
+
 async def test_the_gateway_closes_an_idle_session_only_while_its_model_is_loaded(worker: Any) -> None:
     """The close would load the model, and unload another one that is in use."""
     index, _ = await indexed(worker)

@@ -230,6 +230,15 @@ async def test_close_with_forget_removes_a_session_from_the_log_by_exactly_one_d
     assert removed == ["first", "second"]
 
 
+async def test_close_with_forget_removes_the_requests_of_a_session_that_has_refused_all_of_them(
+    quiet_wire: Start,
+) -> None:
+    w = await quiet_wire()
+    assert (await w.send("s", {"type": "rewind", "id": "a secret", "position": 0}))["type"] == "failed"
+    assert (await w.send("s", FORGET))["type"] == "closed"
+    await until_left(w, "s", ["c"], ["c"])
+
+
 async def test_a_failed_deletion_after_close_with_forget_is_repeated_later_and_delays_no_other_session(
     quiet_wire: Start, server: Server
 ) -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ops.log import session_file
 from ops.log.dead import find, letters, retry
-from ops.log.ending import close
 from ops.log.importing import Import
 from ops.log.sessions import list_sessions
 from turnkeep_client.client import connect
@@ -71,7 +70,7 @@ async def _cancel(history: History, client: Client, random: Random) -> None:
 async def _forget(history: History, client: Client, random: Random) -> None:
     rows = await list_sessions(client, "t")
     if rows:
-        await close(client.session(min(row.session for row in rows)), 5.0, forget=True)
+        await client.session(min(row.session for row in rows)).close(forget=True, timeout_s=5.0)
 
 
 async def _close(history: History, client: Client, random: Random) -> None:

@@ -110,8 +110,9 @@ class Fold:
                     "unknown_session", "the session was closed; an open starts a new one under this name"
                 )
         elif gone and (
-            isinstance(request, Rewind) or (isinstance(request, Close) and not request.cancel)
-        ):  # a close that cancels may have cancelled the request that would have begun the session
+            isinstance(request, Rewind)
+            or (isinstance(request, Close) and not (request.cancel or request.forget))
+        ):  # what a close cancels might have begun the session; `forget` also removes refused requests
             raise RefusedError(
                 "unknown_session", "there is no such session; an append or a generate starts one"
             )
