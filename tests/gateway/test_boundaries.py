@@ -11,7 +11,6 @@ from crafted import generated, user
 from msgspec.structs import replace
 
 from gateway import boundaries
-from gateway.conversations import Conversations
 from gateway.dialects.openai import chat
 from gateway.index import (
     MOST_SESSIONS,
@@ -23,6 +22,7 @@ from gateway.index import (
     tags,
 )
 from gateway.planning import SendPlan, plan
+from gateway.sending import Sender
 from turnkeep_client.messages import Appended, Called, CalledFunction, Generated
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "a": 1}}}
@@ -214,8 +214,8 @@ async def test_a_refused_fork_makes_the_gateway_forget_the_sessions_position_unl
 ) -> None:
     index, held = SessionIndex(), IndexedSession("s", 3, 1.0)
     held.num_running = num_running
-    conversations: Any = SimpleNamespace(index=index)
-    catching_up = asyncio.create_task(Conversations._catch_up(conversations, held, 3))
+    sender: Any = SimpleNamespace(_index=index)
+    catching_up = asyncio.create_task(Sender._catch_up(sender, held, 3))
     await asyncio.sleep(0.1)
     assert catching_up.done() == (not num_running)
     if num_running:

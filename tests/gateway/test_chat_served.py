@@ -15,7 +15,7 @@ from crafted import LETTERS, assistant, user
 from openai import InternalServerError
 from parts import CHAT_TEMPLATE
 
-from gateway.conversations import Conversations
+from gateway.sending import Sender
 from turnkeep_client.errors import NoServerError
 
 pytestmark = pytest.mark.serves("endless_model")
@@ -155,15 +155,15 @@ async def test_a_conversation_is_not_forked_at_a_position_that_a_running_request
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
     first, _, _ = await ask(served, [user("One?")], **options)
     messages = [user("One?"), assistant(first.choices[0].message.content)]
-    opened, ended, planned = Conversations._open, asyncio.Event(), asyncio.Event()
+    opened, ended, planned = Sender._open, asyncio.Event(), asyncio.Event()
 
-    async def late(self: Conversations, plan: Any, cache: Any) -> None:
+    async def late(self: Sender, plan: Any, cache: Any) -> None:
         if plan.how == "forked":
             planned.set()
             await ended.wait()
         await opened(self, plan, cache)
 
-    monkeypatch.setattr(Conversations, "_open", late)
+    monkeypatch.setattr(Sender, "_open", late)
     on = asyncio.create_task(ask(served, [*messages, user("And?")], **options | {"max_tokens": 300}))
     await asyncio.sleep(0.05)
     changed = [*messages, user("Or?")]

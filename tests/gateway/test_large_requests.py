@@ -9,9 +9,9 @@ import pytest
 from crafted import LETTERS, generated
 
 from gateway import boundaries
-from gateway.conversations import _with_appended
 from gateway.dialects.openai import chat
 from gateway.index import append_id
+from gateway.sending import _with_appended
 from turnkeep_client.messages import Appended, decode_request, encode
 from turnkeep_client.session import Session
 

@@ -290,6 +290,12 @@ def _is_gone(record: Message, at: Message) -> bool:
     return record.removed_s is not None and record.removed_s <= at.stored_s
 
 
+def _last_before(log: Logged, closed: Message) -> list[Message]:
+    """Return the result before that of a close, if there is one."""
+    messages = [message for answers in log.results.values() for message, _ in answers]
+    return sorted((one for one in messages if one.seq < closed.seq), key=lambda one: one.seq)[-1:]
+
+
 def _changes(result: Result) -> bool:
     if isinstance(result, Generated):
         return bool(result.tokens) and result.repeat_of is None
@@ -401,8 +407,12 @@ def _apply(
         case _, Rewound():
             log.state = FOLD.rewind(log.state, result.position)
         case Close(), Closed():
+            # What the log no longer has of a closed session, no forget can find.
+            is_known = log.closed is None or not any(
+                _is_gone(one, message) for one in _last_before(log, log.closed)
+            )
+            log.forgotten = before if request.forget and is_known else _EMPTY
             log.state, log.closed = FOLD.close(log.state), message
-            log.forgotten = before if request.forget else _EMPTY
         case _:
             yield f"{request} at {seq} got {result}"
     if not log.is_beyond and result.position != log.state.position:
