@@ -12,7 +12,7 @@ from apis import APIS
 from crafted import user
 
 from gateway.dialects.openai import chat
-from gateway.turn import Fault, decoded
+from gateway.turn import Fault
 
 CHAT = "/v1/chat/completions"
 MOST = 100_000
@@ -87,7 +87,7 @@ def test_unpaired_surrogate_escapes_in_a_message_become_replacement_characters_a
 def test_a_request_with_an_unfinished_or_unknown_json_escape_is_refused() -> None:
     for body in (rb'{"messages": "\ud8"}', rb'{"messages": "\ud800', rb'"\x"'):
         with pytest.raises(Fault, match="not JSON"):
-            decoded(chat.DECODER, body)
+            chat.read(body)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -58,7 +58,7 @@ async def test_removing_a_session_that_has_refused_all_its_requests_leaves_no_re
     index.add(session)
     await remove(worker.client, index, session, forget=False)
     async with asyncio.timeout(10):
-        while [entry async for _, entry in worker.client.stored.every(key, "in") if entry.seq == 1]:
+        while [1 async for _, one in worker.client.stored.every(key, "in") if one.seq == 1]:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
 

@@ -102,7 +102,7 @@ class _Thread(Struct, frozen=True):
     type: str
 
 
-class _Request(openai.SamplingFields, frozen=True, kw_only=True):
+class MessagesBody(openai.SamplingFields, frozen=True, kw_only=True):
     """A request: Anthropic's fields, and OpenAI's fields for sampling."""
 
     messages: list[_Message]
@@ -117,7 +117,7 @@ class _Request(openai.SamplingFields, frozen=True, kw_only=True):
     thread: _Thread | None = None
 
 
-DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
+_DECODER: Final = msgspec.json.Decoder(MessagesBody, dec_hook=as_whole)
 
 
 @parts_checked()
@@ -126,7 +126,7 @@ def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
 
     Raises `Fault`.
     """
-    asked, reading = openai.request(DECODER, body, ("n",))
+    asked, reading = openai.request(_DECODER, body, ("n",))
     openai.refuse(asked, _REFUSED)
     if asked.thread is not None and asked.thread.type == "continue":
         # Anthropic's libraries then send the whole conversation, which continues its session.
@@ -157,7 +157,7 @@ def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
     return check(turn, NAMES)
 
 
-def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
+def _options(asked: MessagesBody, warnings: list[ContentWarning]) -> dict[str, Any]:
     options = openai.sampling(asked, asked.max_tokens) | _tools(asked, warnings)
     if asked.stop_sequences:
         options["stop"] = asked.stop_sequences
@@ -242,7 +242,7 @@ def _converted(block: dict[str, Any], kind: type[_T], where: str) -> _T:
         raise refused(str(error), where) from None
 
 
-def _tools(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
+def _tools(asked: MessagesBody, warnings: list[ContentWarning]) -> dict[str, Any]:
     """Return the generate options for tools, without those that Anthropic's servers would run, which warn."""
     tools = []
     for number, tool in enumerate(asked.tools or ()):

@@ -12,7 +12,7 @@ from . import common as anthropic
 from . import messages
 
 _PATH: Final = "/v1/messages"
-_KIND: Final = messages.DECODER.type
+_KIND: Final = messages.MessagesBody
 _MESSAGES: Final = Form(
     *("message", messages.read, messages.whole, messages.MessageEvents, anthropic.error, messages.NAMES)
 )

@@ -91,7 +91,9 @@ class _Chosen(Struct, frozen=True):
     allowed_tools: _Allowed | None = None
 
 
-class _Request(openai.SamplingFields, frozen=True, kw_only=True):
+class ChatBody(openai.SamplingFields, frozen=True, kw_only=True):
+    """A request's body."""
+
     messages: list[_Message]
     max_completion_tokens: WholeNumber | None = None
     logprobs: bool | None = None
@@ -114,14 +116,14 @@ class _Sent(Struct, frozen=True):
     tools: list[dict[str, Any]] | None = None
 
 
-DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
+_DECODER: Final = msgspec.json.Decoder(ChatBody, dec_hook=as_whole)
 _SENT: Final = msgspec.json.Decoder(_Sent)
 
 
 @parts_checked()
 def read(body: bytes) -> ClientTurn:
     """Parse a request's body into a `ClientTurn`. Raises `Fault`."""
-    asked, reading = openai.request(DECODER, body)
+    asked, reading = openai.request(_DECODER, body)
     openai.refuse(asked, _REFUSED)
     if asked.modalities not in (None, [], ["text"]):
         raise refused("only the modality text is supported", "modalities")
@@ -155,7 +157,7 @@ def read(body: bytes) -> ClientTurn:
     return check(turn, {})
 
 
-def _tools(asked: _Request, sent: _Sent) -> dict[str, Any]:
+def _tools(asked: ChatBody, sent: _Sent) -> dict[str, Any]:
     """Return the generate options for tools, each tool with its keys in the order sent. Raises `Fault`."""
     if not asked.tools:
         if asked.tool_choice in (None, "auto", "none"):

@@ -21,7 +21,9 @@ _MOST_PROMPTS: Final = 128
 NAMES: Final = dict.fromkeys(("messages", "text", "tokens"), "prompt")
 
 
-class _Request(openai.SamplingFields, frozen=True, kw_only=True):
+class CompletionBody(openai.SamplingFields, frozen=True, kw_only=True):
+    """A request's body."""
+
     prompt: Any
     logprobs: WholeNumber | None = None
     suffix: str | None = None
@@ -29,12 +31,12 @@ class _Request(openai.SamplingFields, frozen=True, kw_only=True):
     best_of: WholeNumber | None = None
 
 
-DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
+_DECODER: Final = msgspec.json.Decoder(CompletionBody, dec_hook=as_whole)
 
 
 def read(body: bytes) -> ClientTurn:
     """Parse a request's body into a `ClientTurn`. Raises `Fault`."""
-    asked, reading = openai.request(DECODER, body)
+    asked, reading = openai.request(_DECODER, body)
     openai.refuse(asked, ("suffix", "echo"))
     num_answers = 1 if asked.n is None else int(asked.n)
     if not 1 <= num_answers <= MOST_ANSWERS:

@@ -21,8 +21,10 @@ DIALECT: Final = Dialect(
     openai.error,
     "/v1/",
     [
-        *routes_of_answers("/v1/chat/completions", _CHAT, "OpenAI's chat completions", chat.DECODER.type),
-        *routes_of_answers("/v1/completions", _COMPLETIONS, "OpenAI's completions", completions.DECODER.type),
+        *routes_of_answers("/v1/chat/completions", _CHAT, "OpenAI's chat completions", chat.ChatBody),
+        *routes_of_answers(
+            "/v1/completions", _COMPLETIONS, "OpenAI's completions", completions.CompletionBody
+        ),
         Route(
             "/v1/embeddings", ["POST"], Handlers.ask, _EMBED, "OpenAI's embeddings", embeddings.EmbeddingsBody
         ),

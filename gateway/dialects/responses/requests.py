@@ -75,7 +75,9 @@ class _Reasoning(Struct, frozen=True):
     effort: str | None = None
 
 
-class _Request(openai.SamplingFields, frozen=True, kw_only=True):
+class ResponsesBody(openai.SamplingFields, frozen=True, kw_only=True):
+    """A request's body."""
+
     input: str | list[Item] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -94,7 +96,7 @@ class _Request(openai.SamplingFields, frozen=True, kw_only=True):
     prompt: Any = None
 
 
-DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
+_DECODER: Final = msgspec.json.Decoder(ResponsesBody, dec_hook=as_whole)
 
 
 def answer_ids_in(body: bytes) -> set[str]:
@@ -110,7 +112,7 @@ def answer_ids_in(body: bytes) -> set[str]:
 @parts_checked()
 def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> ClientTurn:
     """Parse a request; `known` maps ids to the items that the request names. Raises `Fault`."""
-    asked, reading = openai.request(DECODER, body, ("max_tokens", "n"))
+    asked, reading = openai.request(_DECODER, body, ("max_tokens", "n"))
     openai.refuse(asked, _REFUSED)
     given = asked.input
     said = messages(given, known, reading) if isinstance(given, list) else [Message("user", given)]
@@ -169,7 +171,7 @@ def _metadata(given: dict[str, str]) -> dict[str, str]:
 
 
 def _tools(
-    asked: _Request, warnings: list[ContentWarning]
+    asked: ResponsesBody, warnings: list[ContentWarning]
 ) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
     """Return the generate options for tools, and by name the fields in which a tool's calls are special.
 

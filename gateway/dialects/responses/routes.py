@@ -28,7 +28,7 @@ def _read(body: bytes, named: Mapping[str, LoggedAnswer]) -> ClientTurn:
 
 
 _PATH: Final = "/v1/responses"
-_KIND: Final = requests.DECODER.type
+_KIND: Final = requests.ResponsesBody
 _RESPONSES: Final = Form(
     *(requests.NAME, requests.read, answers.whole, answers.ResponseEvents, openai.error, requests.NAMES),
     object=AnswerObject(answers.described, requests.answer_ids_in, _read),
