@@ -80,7 +80,7 @@ SIZES = {
     "bench": 3_889,
     "cache": 9_783,
     "commands": 6_967,
-    "gateway": 7_972,
+    "gateway": 7_980,
     "ops": 5_537,
     "protocol": 7_255,
     "tests": 72_965,
