@@ -87,6 +87,17 @@ async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_or_if_stric
     assert "%json" not in str(no.value)
 
 
+async def test_a_strict_tool_gives_a_warning_if_the_models_calls_are_not_json(
+    local_worker: Callable[..., Awaitable[Any]], model_with_template: Callable[[str, str], Path]
+) -> None:
+    coder = str(model_with_template("tagged-calls", f"{WITH_TOOLS}{{# <function= #}}"))
+    client = (await local_worker(model=coder)).client
+    for strict, warned in ((True, True), (False, False)):
+        tools = [{**WEATHER, "function": {**WEATHER["function"], "strict": strict}}]
+        asked = client.session("s").generate(messages=user("Weather?"), tools=tools, max_tokens=1)
+        assert ("strict tools are not enforced" in " ".join((await asked).warnings)) == warned
+
+
 @pytest.fixture(scope="module")
 def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose template begins answers with `<think>`, and whose vocabulary has the markers."""

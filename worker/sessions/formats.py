@@ -118,6 +118,11 @@ class Formats:
                 "invalid_request", f"{what} cannot be followed: {error}", field=field
             ) from error
         markup = self.tokenizer.markup
+        if has_strict and markup.form[1] is None:
+            warnings = (
+                *warnings,
+                "this model's calls are not JSON: arguments of strict tools are not enforced",
+            )
         if request.reasoning.budget is not None and not markup.has_reasoning:
             warnings = (*warnings, "this model marks no reasoning: its budget has no effect")
         if splits:
