@@ -2,8 +2,8 @@
 
 Two conversations share a boundary if, and only if, the model would see the same prompt up to that message,
 and results of parallel calls came in the same order. The digests leave out what clients change when they send
-a conversation again: the division of content into parts, spacing and order in a call's arguments, ids of
-calls, and all reasoning. Recent boundaries are remembered, to find where a new conversation differs.
+a conversation again: the division of content into parts, spacing, order and whole numbers in a call's
+arguments, ids of calls, and all reasoning. Recent boundaries are remembered, to find where a new one differs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,16 @@ log = logging.getLogger(__name__)
 _RENDERED: Final = ("tools", "chat_template_kwargs", "special_tokens", "snapshots")
 
 _ENCODER: Final = msgspec.json.Encoder(order="deterministic")
+
+
+def _number(written: str) -> float:
+    """Return 2 for 2.0, as JavaScript writes it. Raises `OverflowError` for infinity."""
+    number = float(written)
+    whole = int(number)
+    return whole if whole == number else number
+
+
+_ARGUMENTS: Final = msgspec.json.Decoder(float_hook=_number)
 
 
 def chain(messages: Sequence[Message], options: Mapping[str, Any]) -> list[bytes]:
@@ -77,8 +87,8 @@ def _calls(calls: Iterable[ToolCall | Called]) -> list[Any]:
 
 def _arguments(text: str) -> list[Any]:
     try:
-        return ["json", msgspec.json.decode(text)]
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return ["json", _ARGUMENTS.decode(text)]
+    except (msgspec.DecodeError, UnicodeError, RecursionError, OverflowError):
         return ["text", text]
 
 

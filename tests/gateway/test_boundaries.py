@@ -46,14 +46,14 @@ def result(text: str = "", calls: tuple[Called, ...] = (), position: int = 10, *
 def test_a_conversation_digest_ignores_json_formatting_tool_call_ids_and_sampling_options() -> None:
     one = chain(
         user("Weather?"),
-        called('{"a": 1, "b": [2, {"d": 4, "c": 3}]}', reasoning_content="Hm."),
+        called('{"a": 1.0, "b": [2e2, {"d": 4, "c": 3}]}', reasoning_content="Hm."),
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
         tools=[TOOL],
     )
     part = {"type": "text", "text": "ther?", "cache_control": {"type": "ephemeral"}}
     other = chain(
         user([{"type": "text", "text": "Wea"}, part]),
-        called('{"b":[2,{"c":3,"d":4}],"a":1}', "c2", content="", status="completed"),
+        called('{"b":[200,{"c":3,"d":4}],"a":1}', "c2", content="", status="completed"),
         {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "sunny"}]},
         tools=[{**TOOL, "function": dict(reversed(TOOL["function"].items()))}],  # type: ignore[attr-defined]
         user="u",
@@ -78,8 +78,8 @@ def test_changing_a_message_or_tool_changes_the_conversation_digests_from_that_m
         assert [a == b for a, b in zip(one, other, strict=True)] == [True] * num_common + [False] * (
             4 - num_common
         )
-    two = [called('{"a": 1}', "x"), called('{"a": 1.5}', "x"), called("{", "x"), called('"{"', "x")]
-    assert len({chain(user("a"), one)[-1] for one in two}) == 4
+    several = ['{"a": 1}', '{"a": 1.5}', "{", '"{"', '{"a": 1e999}', '{"a": -1e999}', '{"a": null}']
+    assert len({chain(user("a"), called(one))[-1] for one in several}) == len(several)
 
 
 def test_a_conversation_digest_treats_developer_as_system_and_depends_on_chat_template_kwargs() -> None:

@@ -162,6 +162,32 @@ def test_a_replayed_stream_of_the_responses_api_has_the_same_events_as_the_live_
     assert found[-1]["response"] == whole(turn, "x", 5, [done])
 
 
+#: An emoji of two tokens behind a letter, and a token without text.
+EMOJI = (
+    TokenLogprob(1, "a", -0.5),
+    TokenLogprob(2, "\ufffd", -0.25, bytes=(0xF0, 0x9F)),
+    TokenLogprob(3, "\ufffd", -0.75, bytes=(0x98, 0x80)),
+    TokenLogprob(4, "", -1.0),
+)
+
+
+@pytest.mark.parametrize("text", ["a\N{GRINNING FACE}", ""])
+def test_the_deltas_of_a_responses_api_stream_have_the_log_probabilities_of_all_tokens(text: str) -> None:
+    read, whole, writer, asked = APIS["response"]
+    turn, done = read(json.dumps(asked).encode()), generated(text=text, logprobs=EMOJI)
+    stream = writer(turn, "x", 5)
+    parts = [
+        stream.start(0),
+        *(stream.chunk(0, Chunk(at, (1,), "", logprobs=(one,))) for at, one in enumerate(EMOJI)),
+    ]
+    found = events(b"".join([*parts, stream.chunk(0, Chunk(4, (), text)), stream.finish(0, done)]))
+    (part,) = whole(turn, "x", 5, [done])["output"][0]["content"]
+    deltas = [one for one in found if one["type"] == "response.output_text.delta"]
+    assert [token for one in deltas for token in one["logprobs"]] == part["logprobs"] != []
+    assert "".join(one["delta"] for one in deltas) == text
+    assert [one["part"] for one in found if one["type"] == "response.content_part.done"] == [part]
+
+
 def asked(**more: Any) -> Any:
     return chat.read(json.dumps({"messages": [{"role": "user", "content": "a"}], **more}).encode())
 

@@ -303,6 +303,10 @@ def saying(*content: Any) -> dict[str, Any]:
 ORPHAN = "the result of a tool names the call 'b', which no message before it has"
 
 
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
+STRANGE = {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wat"}}}}
+
+
 Row = tuple[str, Any, str, str | None]
 #: What the reading of a request refuses, `readings.txt` has; these rows have each API's form, and the rest.
 TINY: list[Row] = [
@@ -337,6 +341,13 @@ TINY: list[Row] = [
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "wat"}}}},
         "output_config.format cannot be followed",
         None,
+    ),
+    (CHAT, TOOLS | STRANGE, "response_format cannot be followed: Invalid type: wat", "response_format"),
+    (
+        CHAT,
+        TOOLS | {"response_format": {"type": "regex", "regex": "a"}},
+        "response_format cannot be followed: beside tools",
+        "response_format",
     ),
     (RESPONSES, {"input": None}, "empty", "input"),
     (

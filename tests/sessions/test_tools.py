@@ -228,6 +228,15 @@ async def test_an_incomplete_tool_call_at_the_end_of_an_answer_is_returned_as_te
     assert "".join(world.outbox.texts) == CALL[:cut]
 
 
+async def test_an_answer_that_a_stop_string_ends_within_or_behind_a_tool_call_names_the_stop_string(
+    with_tools: Tokenizer,
+) -> None:
+    for stop, ends in (("Rome", "tool_calls_malformed"), ("</tool_call>", "tool_calls")):
+        world = world_of(with_tools, CALL)
+        told = await generated(world, ask(1, user("a"), tools=(WEATHER,), stop=(stop,)))
+        assert (told.finish_reason, told.stop) == (ends, stop)
+
+
 async def test_a_tool_choice_is_refused_if_the_request_lacks_the_named_tool_and_else_enforced(
     with_tools: Tokenizer,
 ) -> None:

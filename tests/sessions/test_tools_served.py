@@ -87,6 +87,17 @@ async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_or_if_stric
     assert "%json" not in str(no.value)
 
 
+async def test_a_strict_tool_gives_a_warning_if_the_models_calls_are_not_json(
+    local_worker: Callable[..., Awaitable[Any]], model_with_template: Callable[[str, str], Path]
+) -> None:
+    coder = str(model_with_template("tagged-calls", f"{WITH_TOOLS}{{# <function= #}}"))
+    client = (await local_worker(model=coder)).client
+    for strict, warned in ((True, True), (False, False)):
+        tools = [{**WEATHER, "function": {**WEATHER["function"], "strict": strict}}]
+        asked = client.session("s").generate(messages=user("Weather?"), tools=tools, max_tokens=1)
+        assert ("strict tools are not enforced" in " ".join((await asked).warnings)) == warned
+
+
 @pytest.fixture(scope="module")
 def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose template begins answers with `<think>`, and whose vocabulary has the markers."""
@@ -306,16 +317,18 @@ async def test_too_many_tools_or_stop_strings_are_refused_and_change_no_token_of
     assert (await served.result(running))["tokens"] == expected["tokens"]
 
 
+@pytest.mark.parametrize("schema", [deep(300), {"type": "wrong"}], ids=["deep", "wrong"])
 async def test_the_arguments_of_other_tools_are_enforced_even_if_one_tool_schema_cannot_be_enforced(
-    served: Wire,
+    served: Wire, schema: dict[str, Any]
 ) -> None:
-    tools = [tool("deep", deep(300)), tool("pick", {"enum": [1, 2]})]
+    tools = [tool("bent", schema), tool("pick", {"enum": [1, 2]})]
     more = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0}
     picked: list[dict[str, Any]] = []
     for seed in range(30):
         told = await served.send(f"s{seed}", asked("a", seed=seed, max_tokens=100, **more))
         (warning,) = told["warnings"]
-        assert warning.startswith("arguments are not held to the schemas of deep: ")
+        assert warning.startswith("arguments are not held to the schemas of bent: ")
+        assert "\n" not in warning, "it has lines of the grammar"
         calls = [call["function"] for call in told.get("tool_calls", [])]
         picked += [json.loads(call["arguments"]) for call in calls if call["name"] == "pick"]
         if picked:

@@ -104,18 +104,25 @@ class Formats:
         asked = None if isinstance(request.response_format, TextFormat) else request.response_format
         found: Constraint | None = None
         warnings: tuple[str, ...] = ()
+        field = what = "response_format"
         try:
-            if tools and (is_forced or has_strict or asked is not None):
-                found, warnings = await self._of_calls(tenant, request, tools, is_forced=is_forced)
-            elif asked is not None:
+            if asked is not None and not (tools and is_forced):  # alone first: its faults are not the tools'
                 found = await self._grammars.compiled(asked, tenant)
                 warnings = found.warnings if found is not None else ()
+            if tools and (is_forced or has_strict or asked is not None):
+                answer = None if is_forced else await in_thread(_answer_rule, request)
+                field, what = "tools", "the tools"
+                found, warnings = await self._of_calls(tenant, request, tools, answer)
         except GrammarError as error:
-            field, what = ("tools", "the tools") if tools else ("response_format",) * 2
             raise RefusedError(
                 "invalid_request", f"{what} cannot be followed: {error}", field=field
             ) from error
         markup = self.tokenizer.markup
+        if has_strict and markup.form[1] is None:
+            warnings = (
+                *warnings,
+                "this model's calls are not JSON: arguments of strict tools are not enforced",
+            )
         if request.reasoning.budget is not None and not markup.has_reasoning:
             warnings = (*warnings, "this model marks no reasoning: its budget has no effect")
         if splits:
@@ -123,16 +130,15 @@ class Formats:
         return found, warnings
 
     async def _of_calls(
-        self, tenant: str, request: Generate, tools: list[dict[str, Any]], *, is_forced: bool
+        self, tenant: str, request: Generate, tools: list[dict[str, Any]], answer: str | None
     ) -> tuple[Constraint | None, tuple[str, ...]]:
-        """Compile a grammar of tool calls. Raises `GrammarError`.
+        """Compile a grammar of tool calls, and of an `answer` without any. Raises `GrammarError`.
 
         A tool whose schema cannot be compiled may be called with any JSON object, unless the tool is strict.
         If schemas cannot be compiled together, this applies to all tools that are not strict.
         """
         if isinstance(request.tool_choice, NamedTool):
             tools = [one for one in tools if one["function"]["name"] == request.tool_choice.function.name]
-        answer = None if is_forced else await in_thread(_answer_rule, request)
         try:
             return await self._compiled(tenant, request, tools, answer)
         except GrammarError as error:
@@ -143,7 +149,8 @@ class Formats:
                 with contextlib.suppress(GrammarError):
                     found, warnings = await self._compiled(tenant, request, tools, answer)
                     names = ", ".join(function["name"] for function in dropped)
-                    return found, (*warnings, f"arguments are not held to the schemas of {names}: {error}")
+                    why = str(error).partition("\n")[0]  # without the lines of the grammar
+                    return found, (*warnings, f"arguments are not held to the schemas of {names}: {why}")
             raise
 
     async def _unusable(self, tenant: str, tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

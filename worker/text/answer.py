@@ -71,7 +71,8 @@ class Answer:
     @property
     def stop(self) -> str | None:
         """The stop string that ended the answer; None if it goes on, or ended otherwise."""
-        return self._stream.stop if self.finish_reason == "stop" else None
+        is_stopped = self.finish_reason in ("stop", "tool_calls", "tool_calls_malformed")
+        return self._stream.stop if is_stopped else None
 
     @property
     def calls(self) -> tuple[Called, ...]:

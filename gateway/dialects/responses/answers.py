@@ -169,7 +169,9 @@ class ResponseEvents(form.Events):
         self._message, begun = self._begin(
             item_id,
             _TEXT,
-            lambda said, status: _message(item_id, said, self._tokens if said else (), status),
+            lambda said, status: _message(
+                item_id, said, () if status == "in_progress" else self._tokens, status
+            ),
         )
         self._message.text = self._space
         return written + begun
@@ -200,9 +202,14 @@ class ResponseEvents(form.Events):
         return begun, written
 
     def _grow(self, begun: _Begun, *, is_over: bool = False) -> bytes:
-        """Encode an event for each complete piece of an item's text; if the text `is_over`, for all of it."""
+        """Encode an event for each complete piece of an item's text; if the text `is_over`, for all of it.
+
+        Then the last event of a message has all log probabilities that were not sent before.
+        """
         written, text = b"", begun.text
-        while begun.num_told < len(text):
+        # Tokens of parts of a character, reasoning and calls have no text: behind it come those not yet sent.
+        rest = self._tokens if is_over and begun is self._message else []
+        while begun.num_told < len(text) or self._num_told < len(rest):
             found = _PIECE.match(text, begun.num_told) if begun.num_told else _FIRST.match(text)
             if found is None and not is_over:
                 break
