@@ -275,9 +275,13 @@ def _check_result(
 
 def _free_ids(log: Logged, result: Result) -> None:
     """Forget the ids of a session that `result` forgets: they are free before all its entries are removed."""
-    if isinstance(result, Closed) and result.forgotten is not None and result.repeat_of is None:
+    if _frees_ids(result):
         log.firsts.clear()
         log.records.clear()
+
+
+def _frees_ids(result: Result) -> bool:
+    return isinstance(result, Closed) and result.forgotten is not None and result.repeat_of is None
 
 
 def is_imported(asked: Message) -> bool:
@@ -462,7 +466,13 @@ def _check_read(log: Logged, read: Read) -> Iterator[str]:
         answers = [result for message, result in log.results.get(seq, ()) if is_there(message)]
         if answers and not _is_known(answers[0]):
             there.setdefault(request.id, seq)
-    for name in there.keys() | read.answered.keys():
+    # The copy of a forgotten session has results from before its close, of which nothing else is left.
+    results = [one for answers in log.results.values() for one in answers]
+    forgotten_seq = max((message.seq for message, result in results if _frees_ids(result)), default=0)
+    copied = {
+        log.requests[seq].id for seq, asked in log.asked.items() if is_imported(asked) and seq < forgotten_seq
+    }
+    for name in (there.keys() | read.answered.keys()) - copied:
         if there.get(name) != read.answered.get(name):
             yield f"a fresh worker has {name} as that of {read.answered.get(name)}, not {there.get(name)}"
 

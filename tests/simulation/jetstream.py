@@ -135,18 +135,19 @@ class Stream:
                 raise RefusedError({**_WRONG, "description": f"wrong last sequence: {found}"})
             if self._server.is_busy():
                 raise RefusedError(_BUSY)
-        if self._is_full(subject, data):
+        if self.is_full(len(data)):
             raise RefusedError(_FULL)
         message = self._keep(subject, data, headers)
         if message_id is not None:
             self._ids[message_id] = (self._loop.time(), message.seq)
         return message.seq, False
 
-    def _is_full(self, subject: str, data: bytes) -> bool:
+    def is_full(self, num_bytes: int) -> bool:
+        """Whether the stream refuses so many bytes more."""
         if self.config.get("discard") != "new":
             return False
         most = self.config.get("max_bytes") or -1
-        over = most > 0 and self.num_bytes + len(data) > most
+        over = most > 0 and self.num_bytes + num_bytes > most
         return over or self._server.is_full(self.name)
 
     def _keep(self, subject: str, data: bytes, headers: Headers) -> Message:
@@ -497,7 +498,7 @@ class JetStream:
         del self._batches[name]
         if len(batch) != int(headers["Nats-Batch-Sequence"]):
             raise RefusedError(_INCOMPLETE)
-        if self._server.is_full(stream.name):
+        if stream.is_full(sum(len(body) for _, body, _ in batch)):  # then nothing of it is stored
             raise RefusedError(_FULL)
         seqs = [stream.store(*one)[0] for one in batch]
         return {"stream": stream.name, "seq": seqs[-1], "batch": name, "count": len(batch)}
