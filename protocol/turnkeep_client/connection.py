@@ -71,6 +71,7 @@ class Connection:
         #: Events that are set on every reconnection and on close.
         self.watchers: set[asyncio.Event] = set()
         self._attempts: set[asyncio.Timeout] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._connected = asyncio.Event()
         self._last_error = ""
         #: The server's last permission errors, as text.
@@ -82,6 +83,7 @@ class Connection:
         `options` are those of nats-py's `connect`. Raises `NoServerError` (`FullServerError` if it has no
         connection left), and `NotPermittedError` if a server refuses the credentials or TLS.
         """
+        self._loop = asyncio.get_running_loop()
         urls = url.split(",")
         self._num_to_try = len(urls)
         try:
@@ -133,6 +135,10 @@ class Connection:
     def _check(self, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
         if self.closed:
             raise ClientClosedError(self.why_closed)
+        if self._loop is not asyncio.get_running_loop():  # else both loops would wait for ever
+            raise RuntimeError(
+                "the client was connected in another event loop: connect in this one too, or keep one loop"
+            )
         # The server counts headers too, and ends the connection of a client that sends too much.
         lines = (f"{name}{value}".encode() for name, value in (headers or {}).items())
         size_bytes = len(body) + sum(_HEADER_BYTES + len(line) for line in lines)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from nats.aio.client import Client
-from scripted_worker import FakeWorker
+from scripted_worker import TEXTS, FakeWorker
 
 from tests.parts import NatsServer, free_port, until
 from turnkeep_client import nats_client, wire
@@ -119,6 +119,26 @@ async def test_a_client_call_to_a_worker_fails_soon_after_nats_is_lost_even_with
                 await client.session("s").info()
             with pytest.raises(NoServerError):
                 await client.embed(["text"], timeout_s=600.0)
+
+
+async def test_using_a_client_in_another_event_loop_raises_an_error_at_once_and_does_not_disturb_its_own(
+    server: NatsServer, worker: FakeWorker
+) -> None:
+    """Programs without asyncio call `asyncio.run` more than once, or in several threads."""
+
+    def in_another_loop(call: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        with pytest.raises(RuntimeError, match="another event loop: connect in this one too"):
+            asyncio.run(call())
+
+    async with connect(server.url) as client:
+        session = client.session("s1")
+
+        async def generated() -> str:
+            return (await session.generate(text="x", timeout_s=60)).text
+
+        for call in (generated, session.info, session.history, client.sessions):
+            await asyncio.to_thread(in_another_loop, call)
+        assert await generated() == "".join(TEXTS)
 
 
 async def test_a_client_is_told_that_a_server_has_no_connection_left(tmp_path: Path) -> None:
