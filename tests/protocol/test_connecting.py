@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import json
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,18 @@ async def test_using_a_client_in_another_event_loop_raises_an_error_at_once_and_
         for call in (generated, session.info, session.history, client.sessions):
             await asyncio.to_thread(in_another_loop, call)
         assert await generated() == "".join(TEXTS)
+
+
+async def test_a_program_that_ends_without_closing_its_client_leaves_no_pending_task(
+    server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def program() -> None:
+        assert (await connect(server.url)).connected
+
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # its socket is not closed
+        await asyncio.to_thread(lambda: asyncio.run(program()))
+        gc.collect()
+    assert [one.getMessage() for one in caplog.records if one.levelname == "ERROR"] == []
 
 
 async def test_a_client_is_told_that_a_server_has_no_connection_left(tmp_path: Path) -> None:
