@@ -143,6 +143,19 @@ async def test_using_a_client_in_another_event_loop_raises_an_error_at_once_and_
         assert await generated() == "".join(TEXTS)
 
 
+async def test_a_connection_that_failed_or_was_closed_opens_when_it_is_awaited_or_entered_again(
+    server: NatsServer, worker: FakeWorker
+) -> None:
+    server.kill()
+    connection = connect(server.url)
+    with pytest.raises(NoServerError):
+        await connection
+    server.start()
+    for _ in range(2):
+        async with connection as client:
+            assert (await client.session("s1").generate(text="x", timeout_s=60)).text == "".join(TEXTS)
+
+
 async def test_a_program_that_ends_without_closing_its_client_leaves_no_pending_task(
     server: NatsServer, caplog: pytest.LogCaptureFixture
 ) -> None:
