@@ -140,7 +140,7 @@ class NotPermittedError(TurnkeepError):
 
 
 class ResultTimeoutError(TurnkeepError, TimeoutError):
-    """The caller's timeout passed. The request stays in the log and will be answered."""
+    """The caller's timeout passed. The request will be answered if the log has stored it."""
 
 
 class ResultRemovedError(TurnkeepError):

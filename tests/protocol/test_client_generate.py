@@ -17,7 +17,7 @@ from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, answer, ge
 import turnkeep_client.calls
 import turnkeep_client.generation
 import turnkeep_client.wire
-from tests.parts import NatsServer
+from tests.parts import NatsServer, until
 from turnkeep_client.calls import Call
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
@@ -586,6 +586,15 @@ async def test_a_timeout_error_names_the_request_id_and_a_repeat_under_that_id_g
     assert subscriptions(client) == 0
     worker.script = answer
     assert (await session.generate(text="hi", request_id="g1", timeout_s=10)).text == TEXT
+
+
+async def test_a_timeout_error_says_that_the_nats_server_is_lost(client: Client, server: NatsServer) -> None:
+    server.kill()
+    await until(lambda: not client.connected)
+    with pytest.raises(
+        ResultTimeoutError, match=r"0.1 s, and the connection to the NATS server is lost; send"
+    ):
+        await client.session("s1").append(text="hi", timeout_s=0.1)
 
 
 async def test_a_second_waiter_gets_the_answer_if_the_first_is_cancelled_before_the_log_has_the_request(
