@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import nats
 import pytest
 from nats.aio.msg import Msg
@@ -183,6 +184,23 @@ async def test_leaving_the_async_with_block_of_a_generation_early_cancels_the_an
     with pytest.raises(ZeroDivisionError):
         await read()
     assert cancelling.num_asked == 2 - has_read
+    assert (await generation).finish_reason == "cancelled"
+    assert subscriptions(client) == 0
+
+
+async def test_an_answer_is_cancelled_even_if_its_reader_is_cancelled_again_while_it_leaves_the_block(
+    client: Client, worker: FakeWorker
+) -> None:
+    """A cancelled scope of anyio, as of a web server whose browser has left, cancels at every await."""
+    cancelling = Cancelling(worker)
+    await cancelling.start()
+    generation = client.session("s1").generate(text="hi")
+    with anyio.CancelScope() as scope:
+        async with generation:
+            async for _ in generation:
+                scope.cancel()
+    assert scope.cancelled_caught
+    assert cancelling.num_asked == 1
     assert (await generation).finish_reason == "cancelled"
     assert subscriptions(client) == 0
 
