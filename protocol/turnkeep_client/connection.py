@@ -23,7 +23,7 @@ from .redact import redact, shown
 from .writes import Writes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
+    from collections.abc import Awaitable, Coroutine, Mapping
 
     from .nats_client import Nats
 
@@ -112,7 +112,7 @@ class Connection:
         """Close the connection."""
         self._is_leaving = True
         with contextlib.suppress(*NATS_ERRORS):  # the server may be gone
-            await self._nats.close()
+            await to_its_end(self._nats.close())
 
     @property
     def why_closed(self) -> str:
@@ -224,3 +224,16 @@ async def cancellable(call: Awaitable[_T]) -> _T:
     finally:
         if task and task.cancelling() > num_before:
             raise asyncio.CancelledError
+
+
+async def to_its_end(call: Coroutine[Any, Any, None]) -> None:
+    """Await a short call to its end; raise a cancellation of the caller only then."""
+    ending, cancelled = asyncio.create_task(call), None
+    while not ending.done():
+        try:
+            await asyncio.wait([ending])
+        except asyncio.CancelledError as error:  # a cancelled scope of anyio cancels at every await
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    ending.result()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .calls import LAST_POLL_S, Call, expect
 from .chunks import Assembly
+from .connection import to_its_end
 from .errors import RequestFailedError, TurnkeepError
 from .messages import Cancelled, Chunk, Generated, decode_chunk
 from .session_log import decoded, find_request
@@ -98,15 +99,7 @@ class Generation:
         """Cancel the answer if it is incomplete. Takes about a second at most, even if cancelled."""
         if self._call.is_resolved() or not self._call.is_published:
             return
-        stopping, cancelled = asyncio.create_task(self._stop()), None
-        while not stopping.done():
-            try:
-                await asyncio.wait([stopping])
-            except asyncio.CancelledError as error:  # a cancelled scope of anyio does so at every step
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        stopping.result()
+        await to_its_end(self._stop())
 
     async def _stop(self) -> None:
         call = self._call

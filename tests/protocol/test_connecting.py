@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import anyio
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -154,6 +155,18 @@ async def test_a_connection_that_failed_or_was_closed_opens_when_it_is_awaited_o
     for _ in range(2):
         async with connection as client:
             assert (await client.session("s1").generate(text="x", timeout_s=60)).text == "".join(TEXTS)
+
+
+async def test_a_client_whose_block_is_left_by_a_cancelled_scope_of_anyio_is_closed(
+    server: NatsServer, worker: FakeWorker
+) -> None:
+    with anyio.CancelScope() as scope:
+        async with connect(server.url) as client:
+            await client.session("s1").generate(text="x", timeout_s=60)
+            scope.cancel()
+            await asyncio.sleep(60)
+    assert scope.cancelled_caught
+    assert client.closed
 
 
 async def test_a_program_that_ends_without_closing_its_client_leaves_no_pending_task(
