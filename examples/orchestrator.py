@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import nats
-import nats.errors
 
 JOBS = {f"job-{number}": f"Write a sentence about the number {number}." for number in range(100)}
 
@@ -35,7 +34,7 @@ async def main() -> None:
         while len(done) < len(JOBS):
             try:
                 messages = await results.fetch(64, timeout=5)
-            except nats.errors.TimeoutError:
+            except TimeoutError:  # nats-py's own, or at times Python's
                 continue  # the worker is busy, or not there: the requests wait in the log
             for message in messages:
                 job, result = message.subject.split(".")[2], json.loads(message.data)

@@ -390,7 +390,8 @@ class Call:
                 yield
         except TimeoutError:
             raise ResultTimeoutError(
-                f"request {self.id}: no answer for {self._timeout_s} s;"
+                f"request {self.id}: no answer for {self._timeout_s} s"
+                f"{'' if self._wire.connected else ', and the connection to the NATS server is lost'};"
                 " send it again under the same id to keep waiting"
             ) from None
 

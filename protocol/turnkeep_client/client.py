@@ -43,7 +43,7 @@ from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, chec
 from .wire import Backlog, NatsWire
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
     from typing import Self, Unpack
 
     from .messages import ControlRequest
@@ -83,7 +83,8 @@ def connect(
 
     `timeout_s` is the default timeout of requests (`math.inf`: no limit); `control_timeout_s` is that of
     control requests such as `info`. `nats_options` are passed to nats-py's `connect` (credentials, TLS). An
-    open client that loses its connection reconnects without limit, and waiting calls continue. Connecting
+    open client that loses its connection reconnects without limit, and waiting calls continue. It can be
+    used in the event loop only that connected it. Connecting
     raises `NoServerError` once every server has refused the connection, or after `connect_timeout_s`;
     `NotPermittedError` if one refuses the credentials or TLS. A bad tenant or prefix raises
     `InvalidMessageError`, and so do a URL that is no text, and a timeout that is no number.
@@ -94,30 +95,32 @@ def connect(
         timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, control_timeout_s=control_timeout_s
     )
     check_id("tenant", tenant)
-    nats = NatsWire(Subjects(prefix))
-    client = Client(nats, tenant, timeout_s, control_timeout_s)
-    return Connecting(client, lambda: nats.connect(url, connect_timeout_s, name=name, **nats_options))
+    subjects = Subjects(prefix)
+
+    async def opened() -> Client:
+        nats = NatsWire(subjects)  # each time another: one that was closed, or never opened, stays so
+        await nats.connect(url, connect_timeout_s, name=name, **nats_options)
+        return Client(nats, tenant, timeout_s, control_timeout_s)
+
+    return Connecting(opened)
 
 
 class Connecting:
     """A connection that is not open yet: await it for the client, or use `async with`, which also closes."""
 
-    def __init__(self, client: Client, connect: Callable[[], Awaitable[None]]) -> None:
-        self._client = client
-        self._connect = connect
+    def __init__(self, opened: Callable[[], Coroutine[Any, Any, Client]]) -> None:
+        self._opened = opened
+        self._clients: list[Client] = []
 
     def __await__(self) -> Generator[Any, None, Client]:
-        return self._made().__await__()
+        return self._opened().__await__()
 
     async def __aenter__(self) -> Client:
-        return await self._made()
+        self._clients.append(await self)
+        return self._clients[-1]
 
     async def __aexit__(self, *_: object) -> None:
-        await self._client.close()
-
-    async def _made(self) -> Client:
-        await self._connect()
-        return self._client
+        await self._clients.pop().close()
 
 
 class Client:

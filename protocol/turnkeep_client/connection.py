@@ -23,7 +23,7 @@ from .redact import redact, shown
 from .writes import Writes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Mapping
+    from collections.abc import Awaitable, Coroutine, Mapping
 
     from .nats_client import Nats
 
@@ -71,6 +71,7 @@ class Connection:
         #: Events that are set on every reconnection and on close.
         self.watchers: set[asyncio.Event] = set()
         self._attempts: set[asyncio.Timeout] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._connected = asyncio.Event()
         self._last_error = ""
         #: The server's last permission errors, as text.
@@ -82,6 +83,7 @@ class Connection:
         `options` are those of nats-py's `connect`. Raises `NoServerError` (`FullServerError` if it has no
         connection left), and `NotPermittedError` if a server refuses the credentials or TLS.
         """
+        self._loop = asyncio.get_running_loop()
         urls = url.split(",")
         self._num_to_try = len(urls)
         try:
@@ -110,7 +112,7 @@ class Connection:
         """Close the connection."""
         self._is_leaving = True
         with contextlib.suppress(*NATS_ERRORS):  # the server may be gone
-            await self._nats.close()
+            await to_its_end(self._nats.close())
 
     @property
     def why_closed(self) -> str:
@@ -133,6 +135,10 @@ class Connection:
     def _check(self, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
         if self.closed:
             raise ClientClosedError(self.why_closed)
+        if self._loop is not asyncio.get_running_loop():  # else both loops would wait for ever
+            raise RuntimeError(
+                "the client was connected in another event loop: connect in this one too, or keep one loop"
+            )
         # The server counts headers too, and ends the connection of a client that sends too much.
         lines = (f"{name}{value}".encode() for name, value in (headers or {}).items())
         size_bytes = len(body) + sum(_HEADER_BYTES + len(line) for line in lines)
@@ -218,3 +224,16 @@ async def cancellable(call: Awaitable[_T]) -> _T:
     finally:
         if task and task.cancelling() > num_before:
             raise asyncio.CancelledError
+
+
+async def to_its_end(call: Coroutine[Any, Any, None]) -> None:
+    """Await a short call to its end; raise a cancellation of the caller only then."""
+    ending, cancelled = asyncio.create_task(call), None
+    while not ending.done():
+        try:
+            await asyncio.wait([ending])
+        except asyncio.CancelledError as error:  # a cancelled scope of anyio cancels at every await
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    ending.result()

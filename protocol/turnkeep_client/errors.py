@@ -6,7 +6,7 @@ Knows nothing of the causes of errors in a worker.
 from __future__ import annotations
 
 import re
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from msgspec import Struct
 
@@ -50,6 +50,10 @@ TOO_MANY: Final = 413
 
 class TurnkeepError(Exception):
     """Base class of all errors that the protocol and its client raise."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Python's own calls the constructor with `args`, and what a process pool cannot unpickle breaks it.
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class InvalidMessageError(TurnkeepError):
@@ -136,7 +140,7 @@ class NotPermittedError(TurnkeepError):
 
 
 class ResultTimeoutError(TurnkeepError, TimeoutError):
-    """The caller's timeout passed. The request stays in the log and will be answered."""
+    """The caller's timeout passed. The request will be answered if the log has stored it."""
 
 
 class ResultRemovedError(TurnkeepError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import msgspec
 
@@ -20,17 +20,20 @@ if TYPE_CHECKING:
 def response_format(asked: Format) -> Any:
     """Return a request's `response_format`: a given format as it is, or the JSON schema of a Python type.
 
-    A type is a `msgspec.Struct`, a dataclass, a TypedDict or a pydantic model. Its schema allows no other
-    fields. Raises `InvalidMessageError` for a type without a JSON schema.
+    A type is a `msgspec.Struct`, a dataclass, a TypedDict, a pydantic model, or one made of the first three,
+    such as `list[Person]`. Its schema allows no other fields. Raises `InvalidMessageError`
+    for a type without a JSON schema.
     """
-    if not isinstance(asked, type):
+    if not isinstance(asked, type) and get_origin(asked) is None:
         return asked
+    name = getattr(asked, "__name__", str(asked))
     try:
         write = getattr(asked, "model_json_schema", None)
         schema = write() if write is not None else msgspec.json.schema(asked)
     except (TypeError, ValueError) as error:
-        raise InvalidMessageError(f"{asked.__name__} has no JSON schema: {error}") from None
-    return JsonSchemaFormat(JsonSchema(_closed(schema), name=asked.__name__))
+        why = " ".join(str(error).split())
+        raise InvalidMessageError(f"{name} has no JSON schema: {why}") from None
+    return JsonSchemaFormat(JsonSchema(_closed(schema), name=name))
 
 
 def _closed(schema: Any) -> Any:

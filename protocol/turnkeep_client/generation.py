@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .calls import LAST_POLL_S, Call, expect
 from .chunks import Assembly
+from .connection import to_its_end
 from .errors import RequestFailedError, TurnkeepError
 from .messages import Cancelled, Chunk, Generated, decode_chunk
 from .session_log import decoded, find_request
@@ -95,25 +96,24 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Cancel the answer if it is incomplete. Takes about a second at most; raises nothing."""
-        with suppress(TimeoutError, TurnkeepError):
-            async with asyncio.timeout(STOP_S):
-                await self._stop()
+        """Cancel the answer if it is incomplete. Takes about a second at most, even if cancelled."""
+        if self._call.is_resolved() or not self._call.is_published:
+            return
+        await to_its_end(self._stop())
 
     async def _stop(self) -> None:
         call = self._call
-        if call.is_resolved() or not call.is_published:
-            return
         call.restart_timeout()  # the block may have been left because of the timeout
-        # Before the acknowledgement, `listening` would publish the request again.
-        async with nullcontext() if call.seq is None else call.listening():
-            while not call.is_resolved():
-                try:
-                    await self.cancel()
-                except RequestFailedError:  # the worker has not read the request, or has answered it
-                    await call.wait_for_change(FIRST_CHUNK_POLL_S)
-                else:
-                    return
+        with suppress(TimeoutError, TurnkeepError):
+            # Before the acknowledgement, `listening` would publish the request again.
+            async with asyncio.timeout(STOP_S), nullcontext() if call.seq is None else call.listening():
+                while not call.is_resolved():
+                    try:
+                        await self.cancel()
+                    except RequestFailedError:  # the worker has not read the request, or has answered it
+                        await call.wait_for_change(FIRST_CHUNK_POLL_S)
+                    else:
+                        return
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
         """Yield the answer's chunks as they arrive, from the answer's first token on.

@@ -288,8 +288,9 @@ class Nats(Client):
         await super()._read_loop()
         # nats-py leaves its loop at any exception that it does not expect, and notices only minutes later, by
         # missing pongs. After an intended end, `_reading_task` is another task, or `_process_op_err` does
-        # nothing because of the connection's status.
-        if self._reading_task is asyncio.current_task():
+        # nothing because of the connection's status; and as `asyncio.run` ends, it is cancelled.
+        task = asyncio.current_task()
+        if task is not None and self._reading_task is task and not task.cancelling():
             await self._process_op_err(nats.errors.Error("reading from the NATS server has ended"))
 
 

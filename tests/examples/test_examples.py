@@ -159,6 +159,28 @@ async def test_an_orchestrator_killed_together_with_its_worker_gets_each_result_
     assert await here.requests() == dict.fromkeys([(f"job-{number}", "turn") for number in range(100)], 1)
 
 
+#: The first `fetch` fails as nats-py's does if the server's timeout arrives just before its own.
+LATE = """
+import runpy, sys
+from nats.js.client import JetStreamContext
+fetch = JetStreamContext.PullSubscription.fetch
+async def first(*args, **options):
+    JetStreamContext.PullSubscription.fetch = fetch
+    raise TimeoutError
+JetStreamContext.PullSubscription.fetch = first
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("here", ["jobs"], indirect=True)
+async def test_an_orchestrator_waits_on_if_the_nats_library_raises_the_timeout_error_of_python(
+    here: Here, tmp_path: Path
+) -> None:
+    (launcher := tmp_path / "late.py").write_text(LATE)
+    process = await here.run(str(launcher), ROOT / "examples" / "orchestrator.py")
+    assert await output(process) == "100 results are in results.jsonl\n"
+
+
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(600)

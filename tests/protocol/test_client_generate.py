@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import nats
 import pytest
 from nats.aio.msg import Msg
@@ -17,7 +18,7 @@ from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, answer, ge
 import turnkeep_client.calls
 import turnkeep_client.generation
 import turnkeep_client.wire
-from tests.parts import NatsServer
+from tests.parts import NatsServer, until
 from turnkeep_client.calls import Call
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
@@ -183,6 +184,23 @@ async def test_leaving_the_async_with_block_of_a_generation_early_cancels_the_an
     with pytest.raises(ZeroDivisionError):
         await read()
     assert cancelling.num_asked == 2 - has_read
+    assert (await generation).finish_reason == "cancelled"
+    assert subscriptions(client) == 0
+
+
+async def test_an_answer_is_cancelled_even_if_its_reader_is_cancelled_again_while_it_leaves_the_block(
+    client: Client, worker: FakeWorker
+) -> None:
+    """A cancelled scope of anyio, as of a web server whose browser has left, cancels at every await."""
+    cancelling = Cancelling(worker)
+    await cancelling.start()
+    generation = client.session("s1").generate(text="hi")
+    with anyio.CancelScope() as scope:
+        async with generation:
+            async for _ in generation:
+                scope.cancel()
+    assert scope.cancelled_caught
+    assert cancelling.num_asked == 1
     assert (await generation).finish_reason == "cancelled"
     assert subscriptions(client) == 0
 
@@ -586,6 +604,15 @@ async def test_a_timeout_error_names_the_request_id_and_a_repeat_under_that_id_g
     assert subscriptions(client) == 0
     worker.script = answer
     assert (await session.generate(text="hi", request_id="g1", timeout_s=10)).text == TEXT
+
+
+async def test_a_timeout_error_says_that_the_nats_server_is_lost(client: Client, server: NatsServer) -> None:
+    server.kill()
+    await until(lambda: not client.connected)
+    with pytest.raises(
+        ResultTimeoutError, match=r"0.1 s, and the connection to the NATS server is lost; send"
+    ):
+        await client.session("s1").append(text="hi", timeout_s=0.1)
 
 
 async def test_a_second_waiter_gets_the_answer_if_the_first_is_cancelled_before_the_log_has_the_request(

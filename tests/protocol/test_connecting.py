@@ -3,17 +3,20 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import json
-from collections.abc import AsyncIterator
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import anyio
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from nats.aio.client import Client
-from scripted_worker import FakeWorker
+from scripted_worker import TEXTS, FakeWorker
 
 from tests.parts import NatsServer, free_port, until
 from turnkeep_client import nats_client, wire
@@ -119,6 +122,63 @@ async def test_a_client_call_to_a_worker_fails_soon_after_nats_is_lost_even_with
                 await client.session("s").info()
             with pytest.raises(NoServerError):
                 await client.embed(["text"], timeout_s=600.0)
+
+
+async def test_using_a_client_in_another_event_loop_raises_an_error_at_once_and_does_not_disturb_its_own(
+    server: NatsServer, worker: FakeWorker
+) -> None:
+    """Programs without asyncio call `asyncio.run` more than once, or in several threads."""
+
+    def in_another_loop(call: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        with pytest.raises(RuntimeError, match="another event loop: connect in this one too"):
+            asyncio.run(call())
+
+    async with connect(server.url) as client:
+        session = client.session("s1")
+
+        async def generated() -> str:
+            return (await session.generate(text="x", timeout_s=60)).text
+
+        for call in (generated, session.info, session.history, client.sessions):
+            await asyncio.to_thread(in_another_loop, call)
+        assert await generated() == "".join(TEXTS)
+
+
+async def test_a_connection_that_failed_or_was_closed_opens_when_it_is_awaited_or_entered_again(
+    server: NatsServer, worker: FakeWorker
+) -> None:
+    server.kill()
+    connection = connect(server.url)
+    with pytest.raises(NoServerError):
+        await connection
+    server.start()
+    for _ in range(2):
+        async with connection as client:
+            assert (await client.session("s1").generate(text="x", timeout_s=60)).text == "".join(TEXTS)
+
+
+async def test_a_client_whose_block_is_left_by_a_cancelled_scope_of_anyio_is_closed(
+    server: NatsServer, worker: FakeWorker
+) -> None:
+    with anyio.CancelScope() as scope:
+        async with connect(server.url) as client:
+            await client.session("s1").generate(text="x", timeout_s=60)
+            scope.cancel()
+            await asyncio.sleep(60)
+    assert scope.cancelled_caught
+    assert client.closed
+
+
+async def test_a_program_that_ends_without_closing_its_client_leaves_no_pending_task(
+    server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def program() -> None:
+        assert (await connect(server.url)).connected
+
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # its socket is not closed
+        await asyncio.to_thread(lambda: asyncio.run(program()))
+        gc.collect()
+    assert [one.getMessage() for one in caplog.records if one.levelname == "ERROR"] == []
 
 
 async def test_a_client_is_told_that_a_server_has_no_connection_left(tmp_path: Path) -> None:

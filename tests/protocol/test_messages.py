@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import pickle
 from typing import Any
 
 import msgspec
@@ -12,7 +13,13 @@ from hypothesis import strategies as st
 from refusals import NAMES, refused
 from scripted_worker import generated, session_info
 
-from turnkeep_client.errors import ERROR_CODES, InvalidMessageError
+from turnkeep_client.errors import (
+    ERROR_CODES,
+    InvalidMessageError,
+    RequestFailedError,
+    StreamError,
+    TokenLimit,
+)
 from turnkeep_client.images import files_of, image
 from turnkeep_client.messages import (
     Append,
@@ -240,6 +247,14 @@ def test_refusing_requests_repeatedly_inspects_each_message_type_only_once(
             with pytest.raises(InvalidMessageError):
                 decode(b'{"type": "append", "id": "a", "field%d": 1}' % number)
     assert len(inspected) <= 2
+
+
+def test_a_process_pool_raises_the_error_of_a_failed_request_as_it_was() -> None:
+    limit = TokenLimit(asked=9, allowed=8)
+    failed = RequestFailedError("overloaded", "busy", retryable=True, field="text", limit=limit)
+    for error in (failed, InvalidMessageError("no", field="text"), StreamError("no", 10059)):
+        got = pickle.loads(pickle.dumps(error))  # what the pool does
+        assert (type(got), str(got), vars(got)) == (type(error), str(error), vars(error))
 
 
 def test_a_client_decodes_a_result_of_a_newer_worker_that_has_an_unknown_field() -> None:

@@ -83,6 +83,16 @@ async def test_an_answer_requested_in_the_format_of_a_python_type_is_parsed_into
         cut.parsed(Person)
 
 
+async def test_an_answer_in_the_format_of_a_tuple_of_python_types_is_parsed_into_that_tuple(
+    client: Client,
+) -> None:
+    kind = tuple[Light, Light]
+    answer = await client.session("lights").generate(text="x", response_format=kind, max_tokens=100)
+    assert [type(one) for one in answer.parsed(kind)] == [Light, Light]
+    with pytest.raises(InvalidMessageError, match=r"list has no JSON schema: .*Cat'> is not supported$"):
+        client.session("cats").generate(text="x", response_format=list[Cat])
+
+
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
