@@ -82,7 +82,7 @@ SIZES = {
     "commands": 6_967,
     "gateway": 7_997,
     "ops": 5_537,
-    "protocol": 7_285,
+    "protocol": 7_286,
     "tests": 73_169,
     "tests/bench": 1_058,
     "tests/cache": 6_694,

@@ -84,7 +84,8 @@ def connect(
     `timeout_s` is the default timeout of requests (`math.inf`: no limit); `control_timeout_s` is that of
     control requests such as `info`. `nats_options` are passed to nats-py's `connect` (credentials, TLS). An
     open client that loses its connection reconnects without limit, and waiting calls continue. Use it only in
-    the event loop that connected it. Connecting raises `NoServerError` once every server has refused the connection, or after `connect_timeout_s`;
+    the event loop that connected it. Connecting raises `NoServerError` once every server has refused the
+    connection, or after `connect_timeout_s`;
     `NotPermittedError` if one refuses the credentials or TLS. A bad tenant or prefix raises
     `InvalidMessageError`, and so do a URL that is no text, and a timeout that is no number.
     """
