@@ -111,9 +111,14 @@ tool_option = click.option(
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise `TurnkeepError` if the file's folder is missing, or the file exists and `force` is False."""
+    """Raise `TurnkeepError` if a command must not write to `target`.
+
+    Its folder must exist, and itself not, or be a file that `force` allows to overwrite.
+    """
     if not target.parent.is_dir():
         raise TurnkeepError(f"there is no folder {target.parent} for the file; make it first")
+    if target.exists() and not target.is_file():
+        raise TurnkeepError(f"{target} is not a file; choose another name")
     if target.exists() and not force:
         raise TurnkeepError(
             f"there is a file {target} already; choose another name, or overwrite it with --force"

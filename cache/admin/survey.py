@@ -5,6 +5,7 @@ Only reads (except `verify` with `quarantine`), and may miss concurrent changes.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 import tempfile
@@ -107,6 +108,11 @@ def check(directory: Path, codec: Codec | None) -> None:
         raise NotACacheError(
             f"{directory} is a data directory: name it with --data-dir, or its folder snapshots with --dir"
         )
+    with os.scandir(directory / "snapshots") as entries:
+        if any(len(one.name) == 2 and one.is_dir() for one in entries):
+            raise NotACacheError(
+                f"{directory} is a remote tier, which its workers keep in order; name a worker's cache"
+            )
     if codec is not None:
         codec.check(directory)
 

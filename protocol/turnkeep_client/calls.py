@@ -389,9 +389,13 @@ class Call:
             async with asyncio.timeout_at(None if isinf(self._deadline) else self._deadline):
                 yield
         except TimeoutError:
+            why = ""
+            if not self._wire.connected:
+                why = ", and the connection to the NATS server is lost"
+            elif self.is_published and self.seq is None:
+                why = ", and the NATS server has not confirmed that the request is stored: is its disk full?"
             raise ResultTimeoutError(
-                f"request {self.id}: no answer for {self._timeout_s} s"
-                f"{'' if self._wire.connected else ', and the connection to the NATS server is lost'};"
+                f"request {self.id}: no answer for {self._timeout_s} s{why};"
                 " send it again under the same id to keep waiting"
             ) from None
 

@@ -26,6 +26,7 @@ from cache.disk.catalog import Catalog
 from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder
 from cache.disk.rows import SnapshotRow
+from cache.disk.tier import FileKey, SharedDirectory
 from cache.names.blocks import Span
 from cache.names.errors import CacheError
 from cache.names.identity import FORMAT_VERSION
@@ -355,6 +356,8 @@ async def test_cache_export_overwrites_an_existing_file_only_with_the_option_for
     turnkeep("export", "--all", "--force", target)
     with tarfile.open(target) as tar:
         assert len(tar.getmembers()) == len(snapshots(filled))
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert f"{pipe} is not a file" in turnkeep("export", "--all", "--force", pipe, code=1).stderr
 
 
 def rows_of(num: int, first: int) -> list[SnapshotRow]:
@@ -458,6 +461,22 @@ async def test_the_list_of_restorable_blocks_omits_blocks_after_a_missing_block_
     (tmp_path / "cache" / "snapshots" / every[1][2]).unlink()
     assert [file for _, _, file in listed()] == [every[i][2] for i in (0, 3, 4)]
     assert blocks.read(every[1][2]) is None
+
+
+async def test_cache_commands_refuse_a_remote_tier_in_the_place_of_a_cache_and_leave_it_as_it_was(
+    filled, turnkeep, tmp_path
+) -> None:
+    tier = tmp_path / "tier"
+    shutil.copytree(filled, tier)
+    (tier / "lock").unlink()
+    shared = SharedDirectory(tier, PLAIN, max_bytes=2**30, min_free_bytes=0)
+    for path in list((tier / "snapshots").iterdir()):
+        shared.put(FileKey("a" * 64, path.name), path)
+        path.unlink()
+    before = sorted(tier.rglob("*"))
+    for command in (("list",), ("verify", "--quarantine"), ("prune", "--all"), ("export", "--all", "x.tar")):
+        assert f"{tier} is a remote tier" in turnkeep(*command, directory=tier, code=1).stderr
+    assert sorted(tier.rglob("*")) == before
 
 
 async def test_cache_commands_refuse_a_data_directory_in_the_place_of_its_cache(

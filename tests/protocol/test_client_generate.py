@@ -615,6 +615,17 @@ async def test_a_timeout_error_says_that_the_nats_server_is_lost(client: Client,
         await client.session("s1").append(text="hi", timeout_s=0.1)
 
 
+async def test_a_timeout_error_says_that_the_nats_server_has_not_stored_the_request(
+    client: Client, worker: FakeWorker
+) -> None:
+    async def never(*_: object) -> None:
+        pass
+
+    await acknowledge_by_hand(worker, never)
+    with pytest.raises(ResultTimeoutError, match=r"0.5 s, and the NATS server has not confirmed that"):
+        await client.session("s1").append(text="hi", timeout_s=0.5)
+
+
 async def test_a_second_waiter_gets_the_answer_if_the_first_is_cancelled_before_the_log_has_the_request(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
