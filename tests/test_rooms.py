@@ -82,7 +82,7 @@ SIZES = {
     "commands": 6_972,
     "gateway": 7_997,
     "ops": 5_537,
-    "protocol": 7_290,
+    "protocol": 7_303,
     "tests": 73_199,
     "tests/bench": 1_058,
     "tests/cache": 6_713,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import nats.errors
 
+from .cancelling import cancellable, to_its_end
 from .errors import (
     ClientClosedError,
     FullServerError,
@@ -23,7 +24,7 @@ from .redact import redact, shown
 from .writes import Writes
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Coroutine, Mapping
+    from collections.abc import Awaitable, Mapping
 
     from .nats_client import Nats
 
@@ -209,31 +210,3 @@ class Connection:
         self.closed = True
         self._connected.set()  # a waiting publish must see that it is closed
         self._wake()
-
-
-async def cancellable(call: Awaitable[_T]) -> _T:
-    """Await a call of nats-py without losing a cancellation.
-
-    nats-py uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives together with
-    the reply or an error: the caller would wait forever.
-    """
-    task = asyncio.current_task()
-    num_before = task.cancelling() if task else 0
-    try:
-        return await call
-    finally:
-        if task and task.cancelling() > num_before:
-            raise asyncio.CancelledError
-
-
-async def to_its_end(call: Coroutine[Any, Any, None]) -> None:
-    """Await a short call to its end; raise a cancellation of the caller only then."""
-    ending, cancelled = asyncio.create_task(call), None
-    while not ending.done():
-        try:
-            await asyncio.wait([ending])
-        except asyncio.CancelledError as error:  # a cancelled scope of anyio cancels at every await
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-    ending.result()

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from .calls import LAST_POLL_S, Call, expect
+from .cancelling import to_its_end
 from .chunks import Assembly
-from .connection import to_its_end
 from .errors import RequestFailedError, TurnkeepError
 from .messages import Cancelled, Chunk, Generated, decode_chunk
 from .session_log import decoded, find_request

@@ -15,7 +15,8 @@ import nats.errors
 from msgspec import UNSET
 from nats.js.errors import APIError, NoStreamResponseError
 
-from .connection import NATS_ERRORS, Connection, cancellable
+from .cancelling import cancellable
+from .connection import NATS_ERRORS, Connection
 from .direct import DirectGets, TooManyError
 from .errors import (
     TOO_MANY,
