@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from turnkeep_client.errors import NoServerError, NoWorkerError, RequestFailedError, TurnkeepError
@@ -13,8 +14,9 @@ from worker.process.installed import program
 from .screen import Screen, complain, unechoed
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable
+    from collections.abc import AsyncIterator, Awaitable
 
+    from turnkeep_client.client import Client
     from turnkeep_client.generation import Generation
     from turnkeep_client.session import Session
 
@@ -31,6 +33,22 @@ _LOST_S: Final = 60.0
 _UNSTORED: Final = "the log has not stored the question; is its disk full?"
 
 _T = TypeVar("_T")
+
+
+@asynccontextmanager
+async def warning_if_unstored(client: Client) -> AsyncIterator[None]:
+    """While the block waits, say once that the log has not stored its request."""
+
+    async def tell() -> None:
+        while client.stores:  # noqa: ASYNC110  # nothing tells when the server becomes silent
+            await asyncio.sleep(1)
+        complain("the log has not stored the request; is its disk full? Still waiting")
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
 
 
 async def while_reachable(session: Session, awaited: Awaitable[_T]) -> _T:

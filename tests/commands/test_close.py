@@ -57,6 +57,27 @@ async def test_the_command_close_closes_the_named_sessions_and_with_the_option_f
     ), "a removal of what is gone"
 
 
+@pytest.mark.parametrize("words", [("close", "s"), ("rewind", "s", "--position", "0"), ("fork", "s", "new")])
+async def test_close_rewind_and_fork_say_that_a_full_disk_keeps_their_request_out_of_the_log(
+    worker: LocalWorker, words: tuple[str, ...]
+) -> None:
+    await worker.client.session("s").append(text="hello")
+    js = worker.app._nc.jetstream()
+    log = (await js.stream_info(worker.client.subjects.log_stream)).config
+    # A server with a full disk answers nothing.
+    await js.update_stream(log.evolve(max_bytes=1, no_ack=True))
+    shorter = "import turnkeep_client.writes as w; w.UNSTORED_S = 0.5"
+    program = f"{shorter}; from commands.cli import main; main()"
+    asked = [sys.executable, "-c", program, *words, "--timeout", "4", *where(worker)]
+    done = await asyncio.to_thread(
+        subprocess.run, asked, env=environment(), capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    told, why = done.stderr.splitlines()
+    assert told == "turnkeep: the log has not stored the request; is its disk full? Still waiting"
+    assert "the NATS server has not confirmed that the request is stored" in why
+    await js.update_stream(log)
+
+
 async def test_commands_that_name_an_unknown_session_fail_with_one_line_and_create_no_session(
     worker: LocalWorker,
 ) -> None:
