@@ -108,14 +108,13 @@ async def rewind(
 
     async with named(client, session) as found:
         await check_open(found)
-    if position is not None:
-        async with warning_if_unstored(client):
+    async with warning_if_unstored(client):
+        if position is not None:
             rewound, note = await client.session(session).rewind(position, timeout_s=timeout_s), ""
-    else:
-        async with warning_if_unstored(client):
+        else:
             rewound, removed = await rewind_last(client, session, last or 1, timeout_s)
-        question = printable(" ".join(removed.question.split()))
-        note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
+            question = printable(" ".join(removed.question.split()))
+            note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
     click.echo(f"rewound {session} to position {rewound.position}{note}")
 
 

@@ -79,7 +79,7 @@ NATS = {
 SIZES = {
     "bench": 3_889,
     "cache": 9_789,
-    "commands": 6_995,
+    "commands": 6_994,
     "gateway": 7_997,
     "ops": 5_537,
     "protocol": 7_303,
