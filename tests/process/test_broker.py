@@ -79,19 +79,16 @@ def url_left_by(settings):
 
 
 async def store(url, *bodies):
-    client = await connect(url, name="test")
-    js = client.jetstream()
-    await js.add_stream(name="kept", subjects=["kept"])
-    for body in bodies:
-        await js.publish("kept", body)
-    await client.close()
+    async with await connect(url, name="test") as client:
+        js = client.jetstream()
+        await js.add_stream(name="kept", subjects=["kept"])
+        for body in bodies:
+            await js.publish("kept", body)
 
 
 async def stored(url):
-    client = await connect(url, name="test")
-    state = (await client.jetstream().stream_info("kept")).state
-    await client.close()
-    return state.messages
+    async with await connect(url, name="test") as client:
+        return (await client.jetstream().stream_info("kept")).state.messages
 
 
 async def test_the_embedded_nats_server_is_ready_after_its_start_and_listens_only_on_loopback(
