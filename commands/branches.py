@@ -21,7 +21,6 @@ from .exchanges import last_exchanges_and_position
 from .flags import tag_option, tenant_option, with_result_timeout
 from .nats_connection import named, with_client
 from .screen import complain, printable
-from .stream import warning_if_unstored
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
@@ -55,8 +54,7 @@ async def close(
     failed = False
     for name in sessions:
         try:
-            async with warning_if_unstored(client):
-                await _end(client, name, timeout_s, forget=forget, cancel=cancel)
+            await _end(client, name, timeout_s, forget=forget, cancel=cancel)
         except (NoWorkerError, NotPermittedError):
             raise
         except TurnkeepError as error:  # it concerns this session only
@@ -108,13 +106,12 @@ async def rewind(
 
     async with named(client, session) as found:
         await check_open(found)
-    async with warning_if_unstored(client):
-        if position is not None:
-            rewound, note = await client.session(session).rewind(position, timeout_s=timeout_s), ""
-        else:
-            rewound, removed = await rewind_last(client, session, last or 1, timeout_s)
-            question = printable(" ".join(removed.question.split()))
-            note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
+    if position is not None:
+        rewound, note = await client.session(session).rewind(position, timeout_s=timeout_s), ""
+    else:
+        rewound, removed = await rewind_last(client, session, last or 1, timeout_s)
+        question = printable(" ".join(removed.question.split()))
+        note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
     click.echo(f"rewound {session} to position {rewound.position}{note}")
 
 
@@ -187,7 +184,6 @@ async def fork(
         until = "" if now.state == "idle" else ", until its waiting requests are answered"
         raise TurnkeepError(f"cannot fork {session} at {position}: it ends at {now.position}{until}")
     at = (await start_of_last(client, session, without_last))[0] if without_last else position
-    async with warning_if_unstored(client):
-        forked = await parent.fork(name, at, tags=tags, timeout_s=timeout_s)
+    forked = await parent.fork(name, at, tags=tags, timeout_s=timeout_s)
     info = await forked.info(limit=0)
     click.echo(f"forked {session} at position {info.position} as {name}")

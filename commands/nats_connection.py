@@ -195,13 +195,35 @@ def instead(settings: Settings) -> str:
 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
-    """Connect a client, run `say` with it and return its result; ends as `run_until_signal`."""
+    """Connect a client, run `say` with it and return its result; ends as `run_until_signal`.
+
+    A request that the log does not store is told on standard error while `say` waits for it.
+    """
+    import asyncio  # imported here, since `--help` needs no asyncio
 
     async def run() -> _T:
         async with await connected(settings, tenant) as client:
-            return await say(client)
+            warning = asyncio.create_task(_warn_if_unstored(client))
+            try:
+                return await say(client)
+            finally:
+                warning.cancel()
 
     return run_until_signal(settings, run)
+
+
+async def _warn_if_unstored(client: Client) -> NoReturn:
+    """Say, each time that it begins, that the log does not store what the client has sent."""
+    import asyncio
+
+    from .screen import complain  # here, as `serve` starts without rich
+
+    was_stored = True
+    while True:
+        await asyncio.sleep(1)
+        if was_stored and not client.stores:
+            complain("the log has not stored the request; is its disk full? Still waiting")
+        was_stored = client.stores
 
 
 def run_until_signal(settings: Settings, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from turnkeep_client.errors import NoServerError, NoWorkerError, RequestFailedError, TurnkeepError
@@ -14,9 +13,8 @@ from worker.process.installed import program
 from .screen import Screen, complain, unechoed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable
+    from collections.abc import Awaitable
 
-    from turnkeep_client.client import Client
     from turnkeep_client.generation import Generation
     from turnkeep_client.session import Session
 
@@ -30,25 +28,7 @@ _EVERY_S: Final = 5.0
 #: How long the connection to NATS may be lost; then a wait for an answer fails. A server restarts in seconds.
 _LOST_S: Final = 60.0
 
-_UNSTORED: Final = "the log has not stored the question; is its disk full?"
-
 _T = TypeVar("_T")
-
-
-@asynccontextmanager
-async def warning_if_unstored(client: Client) -> AsyncIterator[None]:
-    """While the block waits, say once that the log has not stored its request."""
-
-    async def tell() -> None:
-        while client.stores:  # noqa: ASYNC110  # nothing tells when the server becomes silent
-            await asyncio.sleep(1)
-        complain("the log has not stored the request; is its disk full? Still waiting")
-
-    telling = asyncio.create_task(tell())
-    try:
-        yield
-    finally:
-        telling.cancel()
 
 
 async def while_reachable(session: Session, awaited: Awaitable[_T]) -> _T:
@@ -220,7 +200,7 @@ class _Stream:
             state = await self._ask_state()
             if heard_at != self._heard_at or self._stopping is not None:
                 continue
-            if state in {None, _UNSTORED} and self._loop.time() - heard_at < _SILENCE_S:
+            if state is None and self._loop.time() - heard_at < _SILENCE_S:
                 continue
             missing = "waiting for the worker"
             missing = missing if self._session.connected else "no connection to NATS"
@@ -233,17 +213,17 @@ class _Stream:
 
     async def _ask_state(self) -> str | None:
         """Return the request's state as a text; empty if its answer has begun, None if no worker replies."""
+        if not self._session.connected:
+            return None
+        if not self._generation.seq:  # the log has not stored it; if that lasts, `talk` says so
+            return ""
         try:
-            async with asyncio.timeout(_PATIENCE_S if self._session.connected else 0):
+            async with asyncio.timeout(_PATIENCE_S):
                 info = await self._session.info()
         except RequestFailedError:
-            info = None
+            return ""
         except (NoWorkerError, TimeoutError):
             return None
-        if not self._generation.seq:
-            return _UNSTORED
-        if info is None:
-            return ""
         progress = info.progress
         if info.active != self._generation.id or progress is None:
             return "waiting for its turn"

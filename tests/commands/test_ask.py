@@ -299,7 +299,7 @@ async def test_ask_reports_a_question_that_a_full_disk_kept_out_of_the_log_and_e
     log = (await js.stream_info(worker.client.subjects.log_stream)).config
     # A server with a full disk answers nothing.
     await js.update_stream(log.evolve(max_bytes=1, no_ack=True))
-    shorter = "import commands.stream as s; s._EVERY_S, s._PATIENCE_S = 1, 2.5"
+    shorter = "import commands.stream as s, turnkeep_client.writes as w; s._PATIENCE_S = 2; w.UNSTORED_S = 1"
     program = f"{shorter}; from commands.cli import main; main()"
     words = [sys.executable, "-c", program, "ask", "hello", "--session", "new", *where(worker)]
     pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -312,7 +312,7 @@ async def test_ask_reports_a_question_that_a_full_disk_kept_out_of_the_log_and_e
 
     assert await asyncio.to_thread(run) == (
         130,
-        "turnkeep: the log has not stored the question; is its disk full?\n",
+        "turnkeep: the log has not stored the request; is its disk full? Still waiting\n",
     )
     await js.update_stream(log)
 
