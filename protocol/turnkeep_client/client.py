@@ -173,7 +173,7 @@ class Client:
         text: str | None = None,
         tokens: Sequence[int] | None = None,
         request_id: str | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generated:
         """Generate by core NATS request and reply: no streaming, no retries.
@@ -182,7 +182,7 @@ class Client:
 
         Raises `RequestFailedError`, and `NoWorkerError` if no worker answers within `timeout_s`.
         """
-        check_options(timeout_s=timeout_s)
+        timeout_s = self._limit(timeout_s)
         request = build(Generate, request_id, messages=messages, text=text, tokens=tokens, **sampling)
         key = session_key(self.tenant, session)
         await self._wire.store_images(key, files_of(request), timeout_s)
@@ -195,7 +195,7 @@ class Client:
         *,
         dimensions: int | None = None,
         input_tokens: int | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
     ) -> Embedded:
         """Embed texts or lists of token ids as vectors, truncated to `dimensions`, with an embedding model.
 
@@ -218,7 +218,7 @@ class Client:
         *,
         instruction: str | None = None,
         document_tokens: int | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
     ) -> Reranked:
         """Score from 0 to 1 how well each document answers a query, with a reranking model.
 
@@ -235,6 +235,12 @@ class Client:
             tokens=tuple(num for part in parts for num in part.tokens),
             model=parts[0].model if parts else "",
         )
+
+    def _limit(self, timeout_s: float | None) -> float:
+        """Return the timeout of a request, in seconds: the given one, or that of the connection."""
+        limit_s = self._feeds.timeout_s if timeout_s is None else timeout_s
+        check_options(timeout_s=limit_s)
+        return limit_s
 
     async def sessions(self) -> list[Listed]:
         """List the tenant's sessions in the log, most recently used first. Needs no worker.
@@ -307,11 +313,11 @@ class Client:
         return expect(kind, decode_control_reply(await self._wire.ask(subject, encode(request), timeout_s)))
 
     async def _part(
-        self, kind: type[_T], start: int, request: EmbedRequest | RerankRequest, timeout_s: float
+        self, kind: type[_T], start: int, request: EmbedRequest | RerankRequest, timeout_s: float | None
     ) -> _T:
         """Ask about a part of a list that begins at `start`."""
         try:
-            return await self._control(kind, request, timeout_s)
+            return await self._control(kind, request, self._limit(timeout_s))
         except RequestFailedError as error:
             name = "inputs" if isinstance(request, EmbedRequest) else "documents"
             raise error.behind(start, name) from None

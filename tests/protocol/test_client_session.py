@@ -3,7 +3,8 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +386,24 @@ async def test_a_client_call_and_its_open_request_use_the_timeout_of_the_call_or
         worker.script = silent
         with pytest.raises(ResultTimeoutError, match=r"no answer for 0\.5 s"):
             await client.session("s1", cache={"policy": "full"}).append(text="a", timeout_s=0.5)
+
+
+async def test_ask_embed_and_rerank_use_the_timeout_of_the_call_or_else_of_the_client(
+    server: NatsServer,
+) -> None:
+    async with await nats.connect(server.url) as silent_worker, connect(server.url, timeout_s=0.3) as client:
+        await silent_worker.subscribe(f"{client.subjects.prefix}.>")
+        await silent_worker.flush()
+        calls: list[Callable[..., Awaitable[object]]] = [
+            partial(client.ask, "s", text="a"),
+            partial(client.embed, ["a"]),
+            partial(client.rerank, "a", ["b"]),
+        ]
+        for call in calls:
+            with pytest.raises(NoAnswerError, match=r"within 0\.3 s"):
+                await call()
+            with pytest.raises(NoAnswerError, match=r"within 0\.1 s"):
+                await call(timeout_s=0.1)
 
 
 @pytest.mark.parametrize(("attempts", "num_failures"), [(3, 2), (2, 2)])
