@@ -266,6 +266,8 @@ def _tools(asked: MessagesBody, warnings: list[ContentWarning]) -> dict[str, Any
         raise refused("tool_choice needs tools", "tool_choice")
     options: dict[str, Any] = {"tools": tools}
     if choice.type == "tool":
+        if not choice.name:
+            raise refused("a tool_choice of the type tool has no name", "tool_choice.name")
         options["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     elif choice.type in _CHOICES:
         options["tool_choice"] = _CHOICES[choice.type]
