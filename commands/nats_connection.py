@@ -199,15 +199,14 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
 
     A request that the log does not store is told on standard error while `say` waits for it.
     """
-    import asyncio  # imported here, since `--help` needs no asyncio
+    from worker.process.concurrency import background  # here, since `--help` needs no event loop
 
     async def run() -> _T:
-        async with await connected(settings, tenant) as client:
-            warning = asyncio.create_task(_warn_if_unstored(client))
-            try:
-                return await say(client)
-            finally:
-                warning.cancel()
+        async with (
+            await connected(settings, tenant) as client,
+            background(functools.partial(_warn_if_unstored, client)),
+        ):
+            return await say(client)
 
     return run_until_signal(settings, run)
 

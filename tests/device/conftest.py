@@ -14,6 +14,7 @@ import pytest
 from engine_process import Process
 from tiny_models import BLOCK, WIDE, build, loaded
 
+from turnkeep_client.messages import Chunk
 from worker.device.device import Device
 from worker.device.served_model import DeviceOptions
 from worker.device.turn import (
@@ -23,7 +24,7 @@ from worker.device.turn import (
     FaultedTurn,
     FinishedTurn,
     PrefilledPiece,
-    SampledToken,
+    SampledTokens,
     SnapshotCut,
     Starvation,
     StepReport,
@@ -125,7 +126,10 @@ class Rig:
         return self._of[turn]
 
     def tokens(self, turn: DeviceTurn) -> list[int]:
-        return [event.chunk.tokens[0] for event in self.of(turn) if isinstance(event, SampledToken)]
+        return [token for chunk in self.chunks(turn) for token in chunk.tokens]
+
+    def chunks(self, turn: DeviceTurn) -> list[Chunk]:
+        return [event.chunk for event in self.of(turn) if isinstance(event, SampledTokens)]
 
     def chunk_ends(self, turn: DeviceTurn) -> list[int]:
         return [event.num_cached for event in self.of(turn) if isinstance(event, PrefilledPiece)]

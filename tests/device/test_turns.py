@@ -15,6 +15,7 @@ from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from worker.batch.row_sampler import RowSampling
 from worker.batch.rows import PrefillPiece
+from worker.device import runner
 from worker.device.request import NoMemoryError, TurnRequest
 from worker.device.runner import Runner
 from worker.device.turn import (
@@ -22,7 +23,6 @@ from worker.device.turn import (
     FaultedTurn,
     FinishedTurn,
     PrefilledPiece,
-    SampledToken,
     SnapshotCut,
     StepReport,
 )
@@ -54,6 +54,11 @@ def model(make_model):
     return Wrapped(make_model("llama"))
 
 
+def numbers(chunks):
+    """Return the number of each token of chunks, in its answer."""
+    return [chunk.i + i for chunk in chunks for i in range(len(chunk.tokens))]
+
+
 def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(make_rig, model) -> None:
     """An answer is drawn from the logits of the last token, so that token runs when the answer begins."""
     rig = make_rig(model)
@@ -65,10 +70,52 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     turn = generate(prompt(19), 6, num_kept=18)
     rig.run(turn)
     assert rig.tokens(turn) == alone(model, prompt(19), 6)[0]
-    assert [event.chunk.i for event in rig.of(turn) if isinstance(event, SampledToken)] == list(range(6))
+    assert numbers(rig.chunks(turn)) == list(range(6))
     assert (turn.num_reused, turn.num_prefilled, turn.num_cached) == (18, 1, 19 + 6 - 1)
     assert rig.end(turn) == FinishedTurn(turn, turn.cost, 24 * per_token)
     assert turn.request.answer.finish_reason == "length"
+
+
+def test_tokens_of_an_answer_that_runs_alone_are_reported_together_but_for_the_first(
+    make_rig, model, monkeypatch
+) -> None:
+    monkeypatch.setattr(runner, "_CHUNK_S", 60)
+    rig = make_rig(model)
+    turn = generate(prompt(19), 6)
+    rig.run(turn)
+    assert [(chunk.i, len(chunk.tokens)) for chunk in rig.chunks(turn)] == [(0, 1), (1, 5)]
+    assert rig.tokens(turn) == turn.request.answer.tokens
+    assert "".join(chunk.text for chunk in rig.chunks(turn)) == turn.request.answer.text
+
+
+def test_tokens_drawn_in_a_step_with_a_prompt_are_reported_at_once(make_rig, model, monkeypatch) -> None:
+    """The next step may be a long one too."""
+    monkeypatch.setattr(runner, "_CHUNK_S", 60)
+    rig = make_rig(model)
+    running = generate(prompt(9, salt=5), 40, name="running")
+    model.holds = lambda tokens: tokens.size == 1
+    rig.device.submit(running)
+    assert model.arrived.acquire(timeout=20)
+    beside = append(prompt(3 * BLOCK), name="beside")
+    rig.device.submit(beside)
+    model.holds = lambda tokens: False
+    model.go_on.release()
+    rig.finish(running, beside)
+    *early, last = [len(chunk.tokens) for chunk in rig.chunks(running)]
+    assert early == [1] * len(early)
+    assert len(early) > 3 < last
+
+
+def test_a_turn_that_fails_reports_first_the_tokens_that_it_has_drawn(make_rig, model, monkeypatch) -> None:
+    monkeypatch.setattr(runner, "_CHUNK_S", 60)
+    rig = make_rig(model)
+    seen = count()
+    model.fails = lambda tokens: tokens.size == 1 and next(seen) == 4
+    turn = generate(prompt(19), 20)
+    rig.run(turn)
+    assert isinstance(rig.end(turn), FaultedTurn)
+    assert rig.tokens(turn) == turn.request.answer.tokens
+    assert len(rig.tokens(turn)) > 1
 
 
 def test_a_resumed_answer_has_its_published_tokens_and_then_those_of_an_uninterrupted_answer(
@@ -82,7 +129,7 @@ def test_a_resumed_answer_has_its_published_tokens_and_then_those_of_an_uninterr
     turn = DeviceTurn(TurnRequest(key(), as_tokens(prompt(11) + whole[:5]), answer=begun, sampling=sampling))
     rig.run(turn)
     assert begun.tokens == whole
-    assert [event.chunk.i for event in rig.of(turn) if isinstance(event, SampledToken)] == list(range(5, 12))
+    assert numbers(rig.chunks(turn)) == list(range(5, 12))
     assert turn.request.num_prompt == turn.num_prefilled == 11, "forced tokens are no part of the prompt"
     after = generate(prompt(11) + whole, 1, num_kept=22)
     rig.run(after)

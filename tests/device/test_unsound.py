@@ -26,7 +26,7 @@ from worker.batch.rows import Embedding, UnsoundError
 from worker.batch.sampling import draw_all
 from worker.device import machine
 from worker.device.request import TurnRequest
-from worker.device.turn import FaultedTurn, FinishedTurn, SampledToken
+from worker.device.turn import FaultedTurn, FinishedTurn, SampledTokens
 from worker.engine.port import DeviceFaultError
 from worker.models.model_files import ModelError
 
@@ -248,7 +248,7 @@ def test_a_prompt_whose_embedding_is_nan_fails_and_concurrent_turns_complete(
     spoil(model, spoiled)
     running = generate(prompt(9, salt=5), 40, name="running")
     rig.device.submit(running)
-    rig.wait(lambda events: any(isinstance(one, SampledToken) for one in events))
+    rig.wait(lambda events: any(isinstance(one, SampledTokens) for one in events))
     turn = append([spoiled] * 6, name="bad", embedding=Embedding())
     same = append(prompt(6, salt=9), name="same", embedding=Embedding())
     beside = generate(prompt(6, salt=9), 4, name="beside")

@@ -15,6 +15,7 @@ import structlog
 from cache.kv import layers
 from cache.names.errors import LostPastError
 from cache.names.policy import FULL
+from turnkeep_client.messages import joined
 from worker.batch import plane
 from worker.batch.rows import PrefillPiece, UnsoundError
 
@@ -39,7 +40,7 @@ from .turn import (
     LostKvError,
     PrefilledPiece,
     ResidentKv,
-    SampledToken,
+    SampledTokens,
 )
 from .vision import Vision
 
@@ -59,6 +60,9 @@ log = structlog.get_logger()
 
 #: How many evaluations may fail, without a step that succeeds in between, before the worker ends.
 _MOST_LOST: Final = 3
+#: Tokens of an answer are reported, and so published, together if they are drawn within so many seconds: each
+#: chunk takes the event loop 0.2 ms, in which this thread may have to wait for the interpreter lock.
+_CHUNK_S: Final = 0.04
 #: The image tower's share of the time that answers may stall; prompts get the rest.
 _TOWER_SHARE: Final = 0.5
 
@@ -317,6 +321,7 @@ class Runner:
         if turn not in self._turns:  # it has ended
             return
         del self._turns[turn]
+        self._say(turn)
         if isinstance(error, LostPastError):
             log.warning("a turn lacks KV on disk", session=str(turn.request.key), error=str(error))
         elif not isinstance(error, NoMemoryError | LostKvError):
@@ -385,7 +390,7 @@ class Runner:
                 self._guarded(turn, lambda turn, num=num: self._prefilled(turn, num, step_s))  # type: ignore[misc]
         for turn in step.decode:
             if turn in self._scheduler:  # otherwise it failed when another turn ended
-                self._add_drawn(turn, num_decoded=1)
+                self._add_drawn(turn, num_decoded=1, may_wait=alone)
 
     def _run_passes(self, pieces: Sequence[PrefillPiece], *, run_ahead: bool) -> None:
         """Run the pieces that need embeddings, then the other pieces together with the answers."""
@@ -424,10 +429,11 @@ class Runner:
         elif turn.num_cached == turn.request.target:
             self._end(turn)
 
-    def _add_drawn(self, turn: DeviceTurn, num_decoded: int = 0) -> None:
+    def _add_drawn(self, turn: DeviceTurn, num_decoded: int = 0, *, may_wait: bool = False) -> None:
         """Add the tokens that a step has drawn for a row to its answer, and end the turn at the answer's end.
 
         For each of them, `num_decoded` tokens before it got KV: none before the first token of an answer.
+        Tokens that `may_wait`, as the next step comes soon, are reported once it is time for a chunk.
         """
         row, answer = turn.row, turn.request.answer
         if row is None or answer is None:
@@ -440,10 +446,19 @@ class Runner:
             self._figures.num_decoded += num_decoded
             if num_decoded:
                 self.cutter.note_block(turn)
-            self._emit(SampledToken(turn, answer.push(*drawn)))
+            turn.unsaid.append(answer.push(*drawn))
             if answer.finish_reason is not None or turn.num_left <= 0:
                 self._guarded(turn, self._end, leaves_batch=True)
                 return
+        if not may_wait or time.monotonic() - turn.said_s >= _CHUNK_S:
+            self._say(turn)
+
+    def _say(self, turn: DeviceTurn) -> None:
+        """Report the drawn tokens that were not reported yet, as one chunk."""
+        if turn.unsaid:
+            self._emit(SampledTokens(turn, joined(turn.unsaid)))
+            turn.unsaid.clear()
+            turn.said_s = time.monotonic()
 
     def _break_off(self, turn: DeviceTurn) -> None:
         if turn.row is not None:
@@ -460,6 +475,7 @@ class Runner:
 
     def _end(self, turn: DeviceTurn) -> None:
         """End a turn; keep its KV on the device, and copy what the disk lacks of it into snapshots."""
+        self._say(turn)
         self._scheduler.remove(turn)
         self._paging.discard(turn)
         self._vision.discard(turn)

@@ -100,6 +100,8 @@ class DeviceTurn:
     behind: tuple[int, float] | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
+    unsaid: list[Chunk] = field(init=False, default_factory=list)  # drawn tokens that are not reported yet
+    said_s: float = field(init=False, default=0.0)  # when tokens were last reported, by `time.monotonic`
     rows: dict[bytes, mx.array] = field(init=False, default_factory=dict)  # by an image's fingerprint
     cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))
 
@@ -169,8 +171,8 @@ class PrefilledPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledToken:
-    """The answer's next chunk: one token, the text that it completes, and its log probability if wanted."""
+class SampledTokens:
+    """The answer's next chunk: tokens, the text that they complete, and their log probabilities if wanted."""
 
     turn: DeviceTurn
     chunk: Chunk
@@ -265,10 +267,10 @@ class Starvation:
 #: What `Device.show` gives a turn: the views of an image, or why there are none.
 ImageViews: TypeAlias = "Sequence[View] | Exception"
 #: The events for which a turn's run waits; the last one is `FinishedTurn` or `FaultedTurn`.
-TurnEvent: TypeAlias = SampledToken | FinishedTurn | FaultedTurn
+TurnEvent: TypeAlias = SampledTokens | FinishedTurn | FaultedTurn
 Event = (
     PrefilledPiece
-    | SampledToken
+    | SampledTokens
     | SnapshotCut
     | CopiedSession
     | KvRequest

@@ -32,7 +32,7 @@ from worker.device.turn import (
     KvRequest,
     LostKvError,
     PrefilledPiece,
-    SampledToken,
+    SampledTokens,
     SnapshotCut,
     Starvation,
     StepReport,
@@ -285,7 +285,7 @@ class Engine(EnginePort):
         match event:
             case PrefilledPiece(turn, num_cached):
                 self._turns[turn].note_prefilled(num_cached)
-            case SampledToken():
+            case SampledTokens():
                 self._sampled(event)
             case KvRequest(turn) | ImageRequest(
                 turn
@@ -306,12 +306,13 @@ class Engine(EnginePort):
             case Starvation() if self._saving is not None:
                 self._saving.free_memory()
 
-    def _sampled(self, event: SampledToken) -> None:
-        run, request = self._turns[event.turn], event.turn.request
-        self._telemetry.totals.generated_tokens += 1
-        self._telemetry.tenants.count_tokens("generated", request.tenant)
-        run.note_drawn(event.chunk.i)
-        self._grants.grow(run, request.num_prompt + event.chunk.i + 1)
+    def _sampled(self, event: SampledTokens) -> None:
+        run, request, chunk = self._turns[event.turn], event.turn.request, event.chunk
+        self._telemetry.totals.generated_tokens += len(chunk.tokens)
+        self._telemetry.tenants.count_tokens("generated", request.tenant, len(chunk.tokens))
+        num_drawn = chunk.i + len(chunk.tokens)
+        run.note_drawn(num_drawn)
+        self._grants.grow(run, request.num_prompt + num_drawn)
         run.events.put_nowait(event)
 
     def _end_turn(self, end: FinishedTurn | FaultedTurn) -> None:
@@ -412,17 +413,17 @@ class Engine(EnginePort):
             events = [await run.events.get()]
             while not run.events.empty():
                 events.append(run.events.get_nowait())
-            chunks = [event.chunk for event in events if isinstance(event, SampledToken)]
+            chunks = [event.chunk for event in events if isinstance(event, SampledTokens)]
             if chunks:
                 drawn_s = drawn_s or monotonic()
                 run.first_token_s = run.first_token_s or monotonic()
                 if publish is not None and not await publish(joined(chunks)):
                     self._forget_unlogged(run)
-                run.num_logged += len(chunks)
+                run.num_logged += sum(len(chunk.tokens) for chunk in chunks)
                 if self._saving is not None:
                     self._saving.save_logged()
             end = events[-1]
-            if not isinstance(end, SampledToken):
+            if not isinstance(end, SampledTokens):
                 run.phases += phases_of(turn.request, end.cost, submitted_s, drawn_s)
                 return end
 

@@ -93,9 +93,9 @@ class Run(Claim):
         """Note that the first `num_cached` tokens of the context have KV by now."""
         self.num_cached = num_cached
 
-    def note_drawn(self, index: int) -> None:
-        """Note that the device has drawn the answer's token number `index`, from 0."""
-        self.num_generated, self.num_lost = index + 1, 0
+    def note_drawn(self, num_drawn: int) -> None:
+        """Note that the device has drawn the first `num_drawn` tokens of the answer."""
+        self.num_generated, self.num_lost = num_drawn, 0
 
     def must_stop_waiting(self) -> bool:
         """Whether the run must end or pause, and so wait for nothing any more."""

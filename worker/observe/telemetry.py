@@ -84,7 +84,7 @@ class TenantCounters:
         if self._most:
             self._requests[self._name(tenant)][outcome] += 1
 
-    def count_tokens(self, kind: TokenKind, tenant: str, num_tokens: int = 1) -> None:
+    def count_tokens(self, kind: TokenKind, tenant: str, num_tokens: int) -> None:
         """Count a tenant's tokens of one kind, such as `cached`."""
         if self._most and num_tokens:
             self._tokens[kind][self._name(tenant)] += num_tokens
