@@ -74,7 +74,7 @@ async def _end(client: Client, name: str, timeout_s: float, *, forget: bool, can
         return
     click.echo(f"removed {name} from the log and the worker's disk")
     if not closed.settled:
-        complain(f"some of {name} may stay on the disk until it is evicted")
+        complain(f"some of {name} may stay on a disk until a worker can erase it")
 
 
 async def _say_what_runs(session: Session) -> None:

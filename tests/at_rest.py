@@ -53,7 +53,7 @@ STAYS: Final = {
     "Services": "own_sampling",
     "StoredKv": "_identities _prefixes _markers",
     **dict.fromkeys(("SharedDirectory", "TierEraser"), "*"),
-    "TierAccess": "_there _unnoted _num_forgotten",
+    "TierAccess": "_there _identities _num_forgotten",
     "WriteQueue": "queue_bytes",
     # What is known of the log and the disk, of other workers, and of clients.
     "AnsweredIds": "_found",

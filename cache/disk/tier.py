@@ -99,6 +99,7 @@ class SharedDirectory:
 
     def __init__(self, directory: Path, codec: Codec, *, max_bytes: int, min_free_bytes: int) -> None:
         """Open or create the directory. Raises `OSError`, and `SealedError` if its files need another key."""
+        self._directory, self._codec = directory, codec
         self._files, self._tmp = directory / _FILES, directory / _TMP
         self._max_bytes, self._min_free_bytes = max_bytes, min_free_bytes
         self._used_bytes = 0
@@ -109,10 +110,10 @@ class SharedDirectory:
         if any((directory / name).exists() for name in ("lock", "worker.lock")):
             raise FileExistsError(errno.EEXIST, "it is a worker's own directory", str(directory))
         codec.check(directory)
-        for folder in (directory, self._files, self._tmp):
-            folder.mkdir(parents=True, exist_ok=True, mode=private.DIRECTORY_MODE)
-        if codec.mark and not (directory / SEAL).exists():
-            (directory / SEAL).write_text(codec.mark)
+        directory.mkdir(parents=True, exist_ok=True, mode=private.DIRECTORY_MODE)
+        #: The directory's file system: another one is below the mount point of a disk that is gone.
+        self._device = directory.stat().st_dev
+        self._make_folders()
         probe = self._tmp / f"probe-{uuid4().hex}"
         probe.touch(private.FILE_MODE)
         probe.unlink()
@@ -127,6 +128,7 @@ class SharedDirectory:
             os.utime(target)
             return
         size_bytes = path.stat().st_size
+        self._make_folders()
         self._evict_for(size_bytes)
         target.parent.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
         with suppress(FileExistsError):  # another worker was faster
@@ -162,6 +164,7 @@ class SharedDirectory:
 
     def keys(self) -> Iterator[FileKey]:
         """Yield the keys of all snapshots: see `Tier`."""
+        self._make_folders()
         return (FileKey(entry.parent, entry.file) for entry in self._entries())
 
     def local(self, key: FileKey, path: Path) -> Path:  # noqa: ARG002  # it is never copied
@@ -177,6 +180,7 @@ class SharedDirectory:
 
     def sync(self) -> None:
         """Sync the folders from which files were removed, and remove unfinished copies of dead processes."""
+        self._make_folders()
         for copy in self._tmp.iterdir():
             with suppress(FileNotFoundError):
                 if time.time() - copy.stat().st_mtime > _DEAD_COPY_S:
@@ -186,6 +190,18 @@ class SharedDirectory:
             with suppress(FileNotFoundError):  # nothing was ever stored there
                 sync(folder, through=True)
             self._unsynced.discard(folder)
+
+    def _make_folders(self) -> None:
+        """Create the folders, again if somebody has emptied the directory, but not where its disk is gone."""
+        seal = self._directory / SEAL
+        if self._files.exists() and self._tmp.exists() and (seal.exists() or not self._codec.mark):
+            return
+        if self._directory.stat().st_dev != self._device:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV), str(self._directory))
+        for folder in (self._files, self._tmp):
+            folder.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
+        if self._codec.mark:
+            seal.write_text(self._codec.mark)
 
     def _path(self, key: FileKey) -> Path:
         return self._files / key.parent[:2] / f"{key.parent}.{key.file}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -110,7 +109,8 @@ class TierAccess:
         self._num_forgotten = 0
         self._paused_until = self._pause_s = 0.0
         self._numbers = count()
-        self._unnoted: deque[FileKey] = deque()
+        #: The names of this process's identities in the tier's list.
+        self._identities: set[str] = set()
         #: Digests of snapshots that this process has put or fetched. The tier may have evicted some.
         self._there: set[bytes] = set()
         #: Files of forgotten snapshots that `erase_nodes` has not removed yet.
@@ -123,9 +123,9 @@ class TierAccess:
     def note(self, identity: bytes, block_tokens: int) -> None:
         """Add an identity to the tier's list, so that every worker's `erase` covers its snapshots.
 
-        The entry is written before the next snapshot is uploaded.
+        The list is written before each upload, as somebody may have emptied the tier.
         """
-        self._unnoted.append(FileKey(IDENTITIES, f"{identity.hex()}-{block_tokens}"))
+        self._identities.add(f"{identity.hex()}-{block_tokens}")
 
     def offer(self, node: Node) -> None:
         """Queue the upload of a stored snapshot, and before it of earlier snapshots that the tier may lack.
@@ -303,13 +303,11 @@ class TierAccess:
         return FileKey(self._stem(parent), self._folder.codec.file_name(digest))
 
     def _note_identities(self) -> None:
-        while self._unnoted:
-            key = self._unnoted[0]
-            path = self._folder.tmp / f"{key.file}.identity"
+        for identity in tuple(self._identities):
+            path = self._folder.tmp / f"{identity}.identity"
             path.touch()
-            self._tier.put(key, path)
+            self._tier.put(FileKey(IDENTITIES, identity), path)
             path.unlink(missing_ok=True)
-            self._unnoted.popleft()
 
     def _put(self, parent: bytes, digest: bytes) -> None:
         self._note_identities()
@@ -399,7 +397,7 @@ class TierAccess:
         return True
 
     def _erase(self, tenant: str, packed: bytes, shared: int) -> None:
-        for identity in self._tier.contains(IDENTITIES):
+        for identity in self._identities | self._tier.contains(IDENTITIES).keys():
             digest, _, block = identity.partition("-")
             with suppress(ValueError):  # not a file of Turnkeep
                 self._erase_of(blocks.root(bytes.fromhex(digest), tenant), int(block), packed, shared)

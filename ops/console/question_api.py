@@ -208,7 +208,7 @@ async def _close(act: Act) -> str:
 async def _forget(act: Act) -> str:
     # The answer that runs has no reader any more, and would be in the way until it ends.
     closed = await end(act.client, act.session.key.session, PATIENCE_S, forget=True, cancel=True)
-    rest = "" if closed.settled else "; some of it may stay on the disk until it is evicted"
+    rest = "" if closed.settled else "; some of it may stay on a disk until a worker can erase it"
     return f"removed from the log and the worker's disk{rest}"
 
 

@@ -318,6 +318,48 @@ async def test_an_erase_in_a_full_remote_tier_still_removes_the_snapshots_of_oth
     assert in_tier(tmp_path) == []
 
 
+async def test_an_erase_for_another_model_covers_what_was_uploaded_after_the_remote_tier_was_emptied(
+    open_store: Any, tmp_path: Path, tier: Tier
+) -> None:
+    """As by an operator, for room."""
+    one = await open_store(tmp_path / "one", tier=tier)
+    two = await open_store(tmp_path / "two", tier=tier, identity=identity(block_tokens=8))
+    await put(one, TOKENS[:4])
+    for path in (tmp_path / "tier").iterdir():
+        shutil.rmtree(path)
+    await put(one, GONE)
+    assert in_tier(tmp_path)
+    assert (await two.eraser.erase("a", pack(GONE))).settled
+    assert in_tier(tmp_path) == []
+
+
+async def test_an_erase_covers_a_remote_tier_that_has_lost_its_list_of_models(
+    open_store: Any, tmp_path: Path, tier: Tier
+) -> None:
+    """As in a bucket whose rules remove the oldest objects."""
+    one = await open_store(tmp_path / "one", tier=tier)
+    await put(one, TOKENS)
+    for path in (tmp_path / "tier").rglob("*identities*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert (await one.eraser.erase("a", pack(TOKENS))).settled
+    assert in_tier(tmp_path) == []
+
+
+async def test_a_remote_tier_whose_disk_was_unmounted_takes_no_snapshots(
+    open_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would fill another disk, and once the tier is mounted again no erase would find them."""
+    tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
+    one = await open_store(tmp_path / "one", tier=tier)
+    await put(one, TOKENS)
+    shutil.rmtree(tmp_path / "tier")
+    (tmp_path / "tier").mkdir()
+    monkeypatch.setattr(tier, "_device", -1)
+    await put(one, GONE)
+    assert one.stats().remote_failed
+    assert [*(tmp_path / "tier").iterdir()] == []
+
+
 async def test_a_remote_tier_on_a_full_file_system_accepts_no_snapshots(
     open_store: Any, tmp_path: Path
 ) -> None:

@@ -13,9 +13,10 @@ import pytest
 from command_runs import WAIT_S, command, environment, turnkeep, where
 from nats.js.errors import NotFoundError
 
-from tests.parts import LocalWorker, free_port
+from cache.index import remote
+from tests.parts import LocalWorker, free_port, until
 from turnkeep_client.errors import RequestFailedError
-from worker.wire import connection
+from worker.wire import connection, erasures
 
 
 async def states(worker: LocalWorker, *options: object) -> dict[str, str]:
@@ -55,6 +56,28 @@ async def test_the_command_close_closes_the_named_sessions_and_with_the_option_f
     assert (
         done.stderr == "turnkeep: session b was closed or removed; turnkeep chat --session b starts it anew\n"
     ), "a removal of what is gone"
+
+
+async def test_close_with_forget_says_that_content_stays_in_a_remote_tier_that_fails_until_it_can_be_erased(
+    local_worker: Callable[..., Awaitable[LocalWorker]],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(erasures, "_PERIOD_S", 0.1)
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.1)
+    tier = tmp_path / "tier"
+    worker = await local_worker(model=str(tiny_model), remote_tier=str(tier))
+    await worker.client.session("s").append(text="a secret " * 60)
+    await until(lambda: [*tier.glob("*/*/*.safetensors")])
+    tier.rename(tmp_path / "away")
+    tier.touch()
+    done = await command("close", "--forget", "s", *where(worker))
+    assert done.returncode == 0
+    assert done.stderr == "turnkeep: some of s may stay on a disk until a worker can erase it\n"
+    tier.unlink()
+    (tmp_path / "away").rename(tier)
+    await until(lambda: not [*tier.glob("*/*/*.safetensors")])
 
 
 @pytest.mark.parametrize("words", [("close", "s"), ("rewind", "s", "--position", "0"), ("fork", "s", "new")])
