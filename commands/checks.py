@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from rich.text import Text
 
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.redact import redact
 from turnkeep_client.subjects import Subjects
 from worker.cluster.liveness import Members
 from worker.model_process import place_of
@@ -64,13 +65,20 @@ print(json.dumps([mx.__version__, "cpu" if cpu else "metal" if mx.metal.is_avail
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The result of one check. `missing` (the fault) and `mend` (the remedy) are empty if all is well."""
+    """The result of one check. `missing` (the fault) and `mend` (the remedy) are empty if all is well.
+
+    `found` never has the credentials of a URL.
+    """
 
     name: str
     state: State
     found: str
     missing: str = ""
     mend: str = ""
+
+    def __post_init__(self) -> None:
+        """Remove credentials from `found`, which may quote a setting."""
+        object.__setattr__(self, "found", redact(self.found))
 
 
 def checks(
