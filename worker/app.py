@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
     from worker.models.model_files import Progress
-    from worker.wire.streams import StreamNames
 
     from .observe.otlp import Traces
     from .process.constants import Constants
@@ -173,7 +172,7 @@ class App:
             taken_back = self._starting.start_soon(self._take_back, js)
             await self._model.load(directory, stack, self._device_died)
             await taken_back
-            names = await streams.ensure(js, self._subjects, settings, self._constants)
+            await streams.ensure(js, self._subjects, settings, self._constants)
             self._maker = await self._model.name()
             await self._members.name_model(digests_of(self._maker))
             given = self._settings
@@ -182,7 +181,7 @@ class App:
                 self._set_disk_limits()
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
-            await self._serve(nc, js, names)
+            await self._serve(nc, js)
 
     async def _start_traces(self, stack: contextlib.AsyncExitStack) -> None:
         named = {"service.version": VERSION, "service.instance.id": self._settings.worker}
@@ -222,12 +221,12 @@ class App:
         if not self._members.others:
             await streams.take_back(js, self._subjects)
 
-    async def _serve(self, nc: Client, js: JetStreamContext, names: StreamNames) -> None:
+    async def _serve(self, nc: Client, js: JetStreamContext) -> None:
         """Serve requests until `stop` is called. Raises `WorkerError` if a part of the worker ends earlier.
 
         The task groups end from the innermost outwards, in the order in which the parts must stop.
         """
-        ground = self._groundwork(nc, js, names)
+        ground = self._groundwork(nc, js)
         async with task_group() as background:
             async with task_group() as asides:
                 async with task_group() as work:
@@ -316,7 +315,7 @@ class App:
             is_busy = partial(_is_busy, parts.engine)
             background.start_soon(self._run_part, "keep-awake", partial(keep_awake, is_busy))
 
-    def _groundwork(self, nc: Client, js: JetStreamContext, names: StreamNames) -> Groundwork:
+    def _groundwork(self, nc: Client, js: JetStreamContext) -> Groundwork:
         return Groundwork(
             version=VERSION,
             settings=self._settings,
@@ -324,7 +323,6 @@ class App:
             subjects=self._subjects,
             nc=nc,
             js=js,
-            streams=names,
             members=self._members,
             model=self._model,
             maker=self._maker,

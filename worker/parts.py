@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from worker.engine.engine import Engine
     from worker.models.model import LoadedModel
     from worker.wire.erasures import Copies
-    from worker.wire.streams import StreamNames
 
     from .model_start import ModelStart
     from .observe.otlp import Traces
@@ -73,7 +72,6 @@ class Groundwork:
     subjects: Subjects
     nc: Client
     js: JetStreamContext
-    streams: StreamNames
     members: Members
     model: ModelStart
     #: The name and the digests of the model, for results.
@@ -144,7 +142,7 @@ class Parts:
         settings, constants = ground.settings, ground.constants
         return Intake(
             ground.nc,
-            ground.streams,
+            ground.subjects,
             ground.telemetry,
             self.journal,
             ack_wait_s=constants.ack_wait_s,
