@@ -79,7 +79,6 @@ class ServedSession:
         self._wake = wake
         self.log = FencedLog(key, services)
         self._attempts = RequestAttempts(self.log, services)
-        self._doubted_seq = 0  # a request that this worker would refuse, but another has begun
         self.active: PendingRequest | None = None
         self._closing_seq = 0  # the log's last note that a worker is about to close the session
         self.num_users = 0  # users besides its task
@@ -298,10 +297,7 @@ class ServedSession:
         try:
             return await self._try(pending, history)
         except RefusedError as error:
-            if self._doubted_seq != pending.seq and await self.log.is_streamed(pending):
-                # Only once: the log, read again, may justify the refusal (a closed session was removed).
-                self._doubted_seq = pending.seq
-                raise FencedError("another worker has begun to answer what is refused here") from error
+            await self.log.is_streamed(pending)  # seals its token stream: no worker may begin it any more
             refused = failed(pending, position, error.code, str(error), field=error.field, limit=error.limit)
             return Outcome(refused, history)
         except NoMemoryError as error:
