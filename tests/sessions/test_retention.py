@@ -166,7 +166,7 @@ async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_remo
     assert (await w.result(closing))["type"] == "closed"
     await until_left(w, "s", ["c", "b"], ["b", "c"])
     assert b"a secret" not in b"".join((await bodies(w, "s"))["in"])
-    other = Journal(w.nc, w.js, w.worker.app._subjects)
+    other = Journal(w.nc, w.worker.app._subjects)
     late = encode(failure("c", "internal", "a worker that was stopped since", seq=closing))
     for known in range(closing + 3):
         with pytest.raises(FencedError):

@@ -394,7 +394,7 @@ class Worker(App):
             if self._leases:
                 await self._take_back(js)
             await streams.ensure(js, self._subjects, self._settings, self._constants)
-            await self._serve(nc, js)
+            await self._serve(nc)
 
     async def _connect(self, directory: Any, stack: Any) -> Any:
         if self._leases:

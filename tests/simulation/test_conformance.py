@@ -245,7 +245,7 @@ async def removing_a_message_twice_raises_an_error_with_code_500(place: Place) -
     with pytest.raises(APIError) as refused:
         await place.js.delete_msg(place.subjects.log_stream, seq)
     assert (refused.value.code, refused.value.err_code) == (500, 10057)
-    journal = Journal(place.nc, place.js, place.subjects)
+    journal = Journal(place.nc, place.subjects)
     await journal.delete(seq)
 
 
@@ -324,7 +324,7 @@ async def a_message_reaches_one_of_a_queue_group_and_every_other_subscriber(plac
 
 
 async def a_request_that_another_worker_removed_gets_no_result(place: Place) -> None:
-    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.subjects)
     seqs = [await place.put("in") for _ in range(2)]
     removed, there = (encode(Closed(id="c", seq=seq, position=9, forgotten=3, settled=False)) for seq in seqs)
     await place.js.delete_msg(place.subjects.log_stream, seqs[0])
@@ -335,7 +335,7 @@ async def a_request_that_another_worker_removed_gets_no_result(place: Place) -> 
 
 async def a_result_stored_after_another_one_cannot_be_stored_again_as_the_first(place: Place) -> None:
     """A lagging replica may hide both results, so that a worker commits with expected sequence 0."""
-    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.subjects)
     seqs = [await place.put("in") for _ in range(2)]
     cancelled, refused = (encode(failure("r", "expired", "so it is", seq=seq)) for seq in reversed(seqs))
     first = await journal.commit(key, cancelled, 0, {}, server=journal.server)
@@ -353,7 +353,7 @@ async def a_result_stored_after_another_one_cannot_be_stored_again_as_the_first(
 
 async def a_worker_that_another_one_overtook_publishes_no_more_chunks(place: Place) -> None:
     key = SessionKey("t", "s")
-    one, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
+    one, other = (Journal(place.nc, place.subjects) for _ in range(2))
     seq = await place.put("in")
 
     def chunk(i: int) -> Chunk:
@@ -391,7 +391,7 @@ async def a_worker_that_another_one_overtook_publishes_no_more_chunks(place: Pla
 
 async def a_cancelled_answer_stays_sealed_after_the_log_loses_its_result(place: Place) -> None:
     """Clients have already received the answer's end, with the text that the worker had held back."""
-    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.subjects)
     seq = await place.put("in")
     chunk = Chunk(0, (7,), "x", seq=seq)
     first = await journal.chunks.publish(key, "g", chunk, 0, server=journal.server)
@@ -403,7 +403,7 @@ async def a_cancelled_answer_stays_sealed_after_the_log_loses_its_result(place: 
 
 
 async def a_worker_whose_chunks_have_all_expired_reads_the_log_before_it_publishes(place: Place) -> None:
-    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.subjects)
     seq = await place.put("in")
     first = await journal.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
     await journal.chunks.remove(key, seq + 1)
@@ -420,7 +420,7 @@ async def a_worker_whose_chunks_have_all_expired_reads_the_log_before_it_publish
 
 async def the_first_chunk_of_an_answer_to_a_removed_request_is_taken_back(place: Place) -> None:
     key, seq = SessionKey("t", "s"), await place.put("in")
-    journal = Journal(place.nc, place.js, place.subjects)
+    journal = Journal(place.nc, place.subjects)
     first = await journal.chunks.publish(key, "kept", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
     with pytest.raises(FencedError):
         await journal.chunks.publish(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0, server=journal.server)
@@ -432,7 +432,7 @@ async def the_first_chunk_of_an_answer_to_a_removed_request_is_taken_back(place:
 
 async def a_forgotten_answer_publishes_nothing_after_a_new_one_under_its_id(place: Place) -> None:
     key, seq = SessionKey("t", "s"), await place.put("in")
-    stalled, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
+    stalled, other = (Journal(place.nc, place.subjects) for _ in range(2))
     first = await stalled.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=stalled.server)
     await other.remove(key, seq + 1)
     await other.chunks.remove(key, seq + 1)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
-    from nats.js import JetStreamContext
 
     from turnkeep_client.messages import Generate, Result
     from turnkeep_client.subjects import SessionKey, Subjects
@@ -40,12 +39,10 @@ _TOO_LARGE: Final = "the request is larger than a message may be: send it as sev
 class Asks:
     """Answers asks. Event loop only."""
 
-    def __init__(
-        self, nc: Client, js: JetStreamContext, journal: Journal, subjects: Subjects, *, timeout_s: float
-    ) -> None:
+    def __init__(self, nc: Client, journal: Journal, subjects: Subjects, *, timeout_s: float) -> None:
         """An ask waits `timeout_s` for its result on `out`."""
         self._nc = nc
-        self._js = js
+        self._js = nc.jetstream()
         self._journal = journal
         self._subjects = subjects
         self._timeout_s = timeout_s

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
-    from nats.js import JetStreamContext
     from nats.js.api import RawStreamMsg
 
 
@@ -52,8 +51,8 @@ class StoredMessage:
 class ConsistentReads:
     """Reads one stream consistently. Each method retries until it has succeeded. Event loop only."""
 
-    def __init__(self, nc: Client, js: JetStreamContext, stream: str) -> None:
-        self._js = js
+    def __init__(self, nc: Client, stream: str) -> None:
+        self._js = nc.jetstream()
         self._stream = stream
         self._gets = DirectGets(nc, timeout_s=TIMEOUT_S)
         self._replicas_known_s = 0.0  # until then `_has_replicas` is valid
