@@ -107,13 +107,9 @@ class Asks:
                         return result
             # Asked before the results are read: an answered request leaves the log too.
             is_there = await self._journal.is_there(seq)
-            after, more = seq, 1
-            while more:
-                entries, more = await self._journal.page(key, "out", after)
-                for entry in entries:
-                    after = entry.seq
-                    if (result := _as_result(entry.body, request_id, seq)) is not None:
-                        return result
+            async for entry in self._journal.every(key, "out", seq):
+                if (result := _as_result(entry.body, request_id, seq)) is not None:
+                    return result
             if not is_there:
                 return failure(request_id, "unknown_session", _REMOVED)
 

@@ -263,12 +263,9 @@ class AnswerChunks:
 
     async def _is_answered(self, key: SessionKey, seq: int) -> bool:
         """Return whether the log has the result of a request."""
-        after, more, subject = seq, 1, self._subjects.of(key, "out")
-        while more:
-            results, more = await self._log.page(subject, after)
-            if any(answered_seq(entry) == seq for entry in results):
+        async for entry in self._log.entries(self._subjects.of(key, "out"), seq):
+            if answered_seq(entry) == seq:
                 return True
-            after = results[-1].seq if results else after
         return False
 
     async def remove(self, key: SessionKey, before: int) -> None:

@@ -116,9 +116,9 @@ class ConsistentReads:
             except (nats.errors.Error, APIError, OSError) as error:
                 await pause_after("reading the log", error, 1.0)
 
-    async def entries(self, subject: str) -> AsyncGenerator[StoredMessage]:
-        """Iterate over all of a subject's messages, in order."""
-        after, num_more = 0, 1
+    async def entries(self, subject: str, after: int = 0) -> AsyncGenerator[StoredMessage]:
+        """Iterate over a subject's messages after the sequence `after`, in order."""
+        num_more = 1
         while num_more:
             entries, num_more = await self.page(subject, after)
             for entry in entries:

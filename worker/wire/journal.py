@@ -38,7 +38,7 @@ from .overwriting import overwrite
 from .written import answered_seq
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 
     from nats.aio.client import Client
 
@@ -100,6 +100,10 @@ class Journal:
         Returns a page of up to 256 entries or 2 MiB, and the number of entries that remain after it.
         """
         return await self._reads.page(self._subjects.of(key, kind), after)
+
+    def every(self, key: SessionKey, kind: Literal["in", "out"], after: int) -> AsyncGenerator[StoredMessage]:
+        """Iterate over a session's requests or results after the sequence `after`, in order."""
+        return self._reads.entries(self._subjects.of(key, kind), after)
 
     async def get(self, seq: int) -> bytes | None:
         """Read the body of an entry; None if it was removed from the log."""
