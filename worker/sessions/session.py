@@ -29,6 +29,7 @@ from .execution import Execution
 from .history import RefusedError
 from .images import SessionImages
 from .results import Outcome, count_result, failed, is_close, withdrawn_result
+from .rules import check_allowed
 from .session_log import FencedLog
 from .streaming import unpublished_text
 
@@ -329,7 +330,7 @@ class ServedSession:
         if self.log.record.diverged is not None:
             return await self._end_diverged(request, pending, self.log.record.diverged)
         await self._check_room(request, pending)
-        self.services.fold.check(history, request)
+        check_allowed(history, request)
         if isinstance(request, Open) and request.from_ is not None:
             parent = await self._parent(self.key, request.from_)
             forked = self._execution(pending, parent).fork(request, request.from_)
