@@ -24,7 +24,7 @@ from turnkeep_client.subjects import Subjects
 from worker.cluster.liveness import Members
 from worker.model_process import place_of
 from worker.models import hub
-from worker.process.datadir import DataDir, DataDirError, DataDirInUseError, holder_pid, noted_nats
+from worker.process.datadir import DataDir, DataDirError, DataDirInUseError, holder, noted_nats
 from worker.process.formatting import fault, size
 from worker.process.installed import as_installed
 from worker.process.limits import with_running_limits
@@ -93,7 +93,7 @@ def checks(
     runs = found[1].state == "ok"
     found += [_memory(models.values() or (settings,))] if runs else []
     found += _disk(settings, starts=beside is not None)
-    if settings.nats is None and holder_pid(settings.data_dir) and noted_nats(settings.data_dir):
+    if settings.nats is None and holder(settings.data_dir) and noted_nats(settings.data_dir):
         settings = located(replace(settings, nats_port=None))  # its worker may have other settings
     found += asyncio.run(_remote_nats(settings, models)) if settings.nats else _own_nats(settings)
     found += _other_ports(settings, beside or Beside())

@@ -21,7 +21,7 @@ import click
 import psutil
 
 from turnkeep_client.errors import TurnkeepError
-from worker.process.datadir import holder_pid, starting_pid
+from worker.process.datadir import holder, starting_pid
 
 from .agents import AGENTS, INSTALLS, GatewayAccess, own_prompt_tokens, start_of
 from .flags import with_settings
@@ -137,7 +137,7 @@ def own_gateway(data_dir: Path) -> int | None:
     """Return the port of the gateway that a data directory's running worker has; None if there is none."""
     arguments = list[str]()
     with suppress(psutil.Error):  # the process has just ended
-        arguments = psutil.Process(pid).cmdline() if (pid := holder_pid(data_dir)) else []
+        arguments = psutil.Process(held.pid).cmdline() if (held := holder(data_dir)) else []
     for argument, after in pairwise([*arguments, ""]):
         name, _, value = argument.partition("=")
         if name == "--gateway":

@@ -32,7 +32,7 @@ from turnkeep_client.redact import shown
 from turnkeep_client.subjects import DEFAULT_TENANT
 from worker.process.datadir import (
     TOKEN_NAME,
-    holder_pid,
+    holder,
     is_same,
     noted_nats,
     starting_pid,
@@ -180,7 +180,7 @@ def url_of(settings: Settings) -> str:
 
 def _is_elsewhere(settings: Settings) -> bool:
     """Return whether the data directory's running worker uses another NATS server than the settings name."""
-    used = noted_nats(settings.data_dir) if holder_pid(settings.data_dir) else None
+    used = noted_nats(settings.data_dir) if holder(settings.data_dir) else None
     return used not in {None, located(settings).nats_place}
 
 
@@ -245,8 +245,8 @@ def run_until_signal(settings: Settings, work: Callable[[], Coroutine[Any, Any, 
         raise NoWorkerError(f"{error}; {instead(settings)}") from None
     except NoWorkerError as error:
         helps = f"start a worker with: {command_line(settings, 'serve')}"
-        if settings.nats is None and (pid := holder_pid(settings.data_dir)) is not None:
-            helps = f"the worker here (pid {pid}) has another --prefix, or is busy or stuck: see its log"
+        if settings.nats is None and (held := holder(settings.data_dir)) is not None:
+            helps = f"the worker here (pid {held.pid}) has another --prefix, or is busy or stuck: see its log"
         raise NoWorkerError(f"{error}; {helps}") from None
     except asyncio.CancelledError:
         _end_terminated()

@@ -16,7 +16,7 @@ import click
 from turnkeep_client.errors import NoWorkerError
 from worker.models.converted import source_name
 from worker.process.children import PROGRAM
-from worker.process.datadir import owner, starting_pid
+from worker.process.datadir import holder, starting_pid
 from worker.process.installed import program
 
 from .flags import session_option, tenant_option, with_answer_options, with_settings
@@ -70,7 +70,7 @@ def run(
         if model is not None and is_there and not _names(model, serves):
             await _change(client, model, serves, settings.data_dir)
 
-    is_there = settings.nats is not None or owner(settings.data_dir) is not None
+    is_there = settings.nats is not None or holder(settings.data_dir) is not None
     words = [*given.options(), *(() if model is None else ("--model", model))]
     with contextlib.nullcontext() if is_there else _worker(words):
         talk(settings, tenant, check_model)

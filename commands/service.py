@@ -23,7 +23,7 @@ import platformdirs
 from ops import units
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import shown
-from worker.process.datadir import DataDir, holder_pid, owner
+from worker.process.datadir import DataDir, holder
 from worker.process.setting_sources import CONFIG_NAME, load, load_models
 
 from .flags import as_json
@@ -259,7 +259,7 @@ def install(config: Path | None, gateway: int | None, only_print: bool, is_daemo
         _check_places(Path(command[0]), Path(__file__), config, settings.data_dir, *files)
         if is_daemon and (agent := _Launchd(is_daemon=False)).file.exists():
             raise ServiceError(f"{agent.file} is installed; remove it by `turnkeep service uninstall` first")
-    if not (system.file.exists() and owner(settings.data_dir)):  # it may be this service that runs
+    if not (system.file.exists() and holder(settings.data_dir)):  # it may be this service that runs
         _check_free(settings, gateway)
     if not config.exists():
         config.parent.mkdir(parents=True, exist_ok=True)
@@ -333,14 +333,15 @@ def status(as_json: bool) -> None:
     command = _installed(system)
     config = Path(command[command.index("--config") + 1])
     settings = load({}, {}, config, config.parent)
-    running = owner(settings.data_dir)
-    is_service = running is not None and _is_run_by(holder_pid(settings.data_dir), command)
+    held = holder(settings.data_dir)
+    is_service = held is not None and _is_run_by(held.pid, command)
     metrics, why = _worker(settings) if is_service else (None, "`turnkeep service logs` may say why")
-    if running is not None and not is_service:
-        running = f"no; {running} uses its data directory, and is another one"
+    running = held.name if held is not None else "no"
+    if held is not None and not is_service:
+        running = f"no; {held.name} uses its data directory, and is another one"
     port = next((word.partition("=")[2] for word in command if word.startswith("--gateway=")), None)
     rows = [
-        ("runs", running or "no"),
+        ("runs", running),
         ("ready", f"yes, turnkeep {metrics.version}" if metrics else f"no; {why}"),
         ("model", metrics.model if metrics else "-"),
         ("NATS", shown(url_of(settings))),
@@ -355,12 +356,12 @@ def status(as_json: bool) -> None:
     sys.exit(0 if metrics else 1)
 
 
-def _is_run_by(pid: int | None, command: Sequence[str]) -> bool:
+def _is_run_by(pid: int, command: Sequence[str]) -> bool:
     """Whether a process runs the service's command, which an interpreter may precede."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
-        return pid is not None and psutil.Process(pid).cmdline()[1 - len(command) :] == command[1:]
+        return psutil.Process(pid).cmdline()[1 - len(command) :] == command[1:]
     return False
 
 

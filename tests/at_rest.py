@@ -225,10 +225,6 @@ def _sessions_at_rest(one: Any) -> _Sums:
         yield f"bytes of {key}", session.counted_bytes, session.log.record.size_bytes
 
 
-def _endpoints(one: Any) -> _Sums:
-    yield "open requests", one._num_open, one._tenants.total()
-
-
 def _tenant(one: Any) -> _Sums:
     yield "sessions", (one.at_work.total(), one.num_waiting), (0, 0)
 
@@ -293,7 +289,6 @@ def _store_at_rest(one: Any) -> _Sums:
 
 #: Sums that agree at any time between two steps of the event loop, by class.
 _ALWAYS: Final[dict[str, Callable[[Any], _Sums]]] = {
-    "Endpoints": _endpoints,
     "Intake": _intake,
     "KvOnDevice": _kv_on_device,
     "Ledger": _ledger,

@@ -250,7 +250,7 @@ class LocalWorker:
 
         def is_busy() -> bool:
             waiting = parts.intake.num_sessions + parts.intake.num_returned
-            return bool(waiting or parts.endpoints._num_open)
+            return bool(waiting or parts.endpoints._tenants)
 
         await come_to_rest(parts, is_busy=is_busy)
 

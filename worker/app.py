@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
     from worker.models.model_files import Progress
-    from worker.wire.streams import StreamNames
 
     from .observe.otlp import Traces
     from .process.constants import Constants
@@ -173,7 +172,7 @@ class App:
             taken_back = self._starting.start_soon(self._take_back, js)
             await self._model.load(directory, stack, self._device_died)
             await taken_back
-            names = await streams.ensure(js, self._subjects, settings, self._constants)
+            await streams.ensure(js, self._subjects, settings, self._constants)
             self._maker = await self._model.name()
             await self._members.name_model(digests_of(self._maker))
             given = self._settings
@@ -182,7 +181,7 @@ class App:
                 self._set_disk_limits()
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
-            await self._serve(nc, js, names)
+            await self._serve(nc)
 
     async def _start_traces(self, stack: contextlib.AsyncExitStack) -> None:
         named = {"service.version": VERSION, "service.instance.id": self._settings.worker}
@@ -222,12 +221,12 @@ class App:
         if not self._members.others:
             await streams.take_back(js, self._subjects)
 
-    async def _serve(self, nc: Client, js: JetStreamContext, names: StreamNames) -> None:
+    async def _serve(self, nc: Client) -> None:
         """Serve requests until `stop` is called. Raises `WorkerError` if a part of the worker ends earlier.
 
         The task groups end from the innermost outwards, in the order in which the parts must stop.
         """
-        ground = self._groundwork(nc, js, names)
+        ground = self._groundwork(nc)
         async with task_group() as background:
             async with task_group() as asides:
                 async with task_group() as work:
@@ -238,7 +237,7 @@ class App:
                             await parts.tier_erasures.catch_up(_no_sessions)
                     await parts.endpoints.open()
                     await parts.routing.open()
-                    self._start_background(background, js, parts)
+                    self._start_background(background, parts)
                     pull = partial(parts.intake.pull, parts.routing.receive)
                     async with self._background("intake", pull):
                         await parts.discovery.open()
@@ -293,7 +292,7 @@ class App:
             self._fail(str(error))
             await sleep_forever()
 
-    def _start_background(self, background: TaskGroup, js: JetStreamContext, parts: Parts) -> None:
+    def _start_background(self, background: TaskGroup, parts: Parts) -> None:
         """Start the tasks that run until all requests have ended."""
         if parts.tier_erasures is not None:
             erase = partial(parts.tier_erasures.run, _no_sessions, lambda: False)
@@ -305,7 +304,7 @@ class App:
             "erasures": partial(parts.erasures.run, parts.sessions.let_go, lambda: self._members.is_first),
             "undelivered": parts.undelivered.run,
             "overheard": parts.overheard.run,
-            "streams": partial(self._keep_streams, js),
+            "streams": partial(self._keep_streams, parts.ground.nc.jetstream()),
             **parts.engine.chores,
             "loop-lag": self._telemetry.watch_loop,
             "metrics": partial(self._publish_metrics, parts),
@@ -316,15 +315,13 @@ class App:
             is_busy = partial(_is_busy, parts.engine)
             background.start_soon(self._run_part, "keep-awake", partial(keep_awake, is_busy))
 
-    def _groundwork(self, nc: Client, js: JetStreamContext, names: StreamNames) -> Groundwork:
+    def _groundwork(self, nc: Client) -> Groundwork:
         return Groundwork(
             version=VERSION,
             settings=self._settings,
             constants=self._constants,
             subjects=self._subjects,
             nc=nc,
-            js=js,
-            streams=names,
             members=self._members,
             model=self._model,
             maker=self._maker,

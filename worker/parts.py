@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
     from nats.aio.client import Client
-    from nats.js import JetStreamContext
 
     from cache.store import Store
     from turnkeep_client.messages import Metrics, Model
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from worker.engine.engine import Engine
     from worker.models.model import LoadedModel
     from worker.wire.erasures import Copies
-    from worker.wire.streams import StreamNames
 
     from .model_start import ModelStart
     from .observe.otlp import Traces
@@ -72,8 +70,6 @@ class Groundwork:
     constants: Constants
     subjects: Subjects
     nc: Client
-    js: JetStreamContext
-    streams: StreamNames
     members: Members
     model: ModelStart
     #: The name and the digests of the model, for results.
@@ -103,12 +99,12 @@ class Parts:
         cancelled once all sessions have ended.
         """
         self.ground = ground
-        nc, js, subjects, members = ground.nc, ground.js, ground.subjects, ground.members
+        nc, subjects, members = ground.nc, ground.subjects, ground.members
         settings, constants = ground.settings, ground.constants
         self.engine = engine
         self.metrics = partial(metrics, self)
         self.outbox = Outbox(nc, subjects)
-        self.journal = Journal(nc, js, subjects, model=digests_of(ground.maker))
+        self.journal = Journal(nc, subjects, model=digests_of(ground.maker))
         self.intake = self._make_intake()
         self.owners = Owners(nc, members, self.journal, self.intake)
         self.retention = Retention(
@@ -144,7 +140,7 @@ class Parts:
         settings, constants = ground.settings, ground.constants
         return Intake(
             ground.nc,
-            ground.streams,
+            ground.subjects,
             ground.telemetry,
             self.journal,
             ack_wait_s=constants.ack_wait_s,
@@ -159,7 +155,7 @@ class Parts:
         nc, subjects = ground.nc, ground.subjects
         embedder = self._embedder(services)
         control = Control(services, self.sessions, ground.store, subjects, embedder, metrics=self.metrics)
-        asks = Asks(nc, ground.js, self.journal, subjects, timeout_s=ground.constants.token_ttl_s)
+        asks = Asks(nc, self.journal, subjects, timeout_s=ground.constants.token_ttl_s)
         return Endpoints(
             *(nc, subjects, asks, control.answer, self.owners, self.overheard, self.outbox),
             *(ground.telemetry, asides),

@@ -186,7 +186,7 @@ class Supervisor:
             model.activator = Activator(nc, subjects, model.metrics, model.wake, asked)
             await model.activator.open(model.settings, all_requests=self._are_several)
             model.retention = Retention(
-                Journal(nc, nc.jetstream(), subjects),
+                Journal(nc, subjects),
                 closed_ttl_s=model.settings.closed_ttl_s,
                 max_bytes=model.settings.log_max_bytes,
                 sync_s=model.settings.sync_s,

@@ -15,7 +15,7 @@ from command_runs import WAIT_S, Terminal, environment, processes_with, turnkeep
 from tests.forked import Piped
 from tests.model.tiny_gguf import TinyLlama
 from tests.parts import WorkerProcess, free_port, make_endless_model, make_tiny_model
-from worker.process.datadir import owner
+from worker.process.datadir import holder
 
 pytestmark = pytest.mark.process
 
@@ -97,7 +97,7 @@ def test_the_command_run_starts_a_worker_answers_a_message_and_leaves_no_process
     assert len(done.stdout.strip()) > 0
     assert done.stderr.startswith("starting a worker; it ends with this command\n")
     assert "\nreading the tokenizer\n" in done.stderr, "a start that takes long is not silent"
-    assert owner(data) is None
+    assert holder(data) is None
     assert processes_with(str(data)) == []
 
 

@@ -239,7 +239,7 @@ async def test_every_nats_cluster_node_returns_a_log_entry_just_stored_and_not_a
     )
     await in_step(operator, names.log_stream)
     clients = [await nats.connect(url, nkeys_seed=nodes.seed("worker")) for url in nodes.url.split(",")]
-    journals = [Journal(client, client.jetstream(), names) for client in clients]
+    journals = [Journal(client, names) for client in clients]
     for _ in range(100):
         before, stored = [await js.publish(names.of(key, "in"), b"x") for _ in range(2)]
         for journal in journals:

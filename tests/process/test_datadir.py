@@ -9,7 +9,7 @@ import time
 import pytest
 
 from worker.process import datadir
-from worker.process.datadir import DataDir, DataDirError, holder_pid, is_same, owner
+from worker.process.datadir import DataDir, DataDirError, holder, is_same
 from worker.wire.broker import server_name
 
 
@@ -131,17 +131,16 @@ def test_a_locked_data_directory_is_refused_to_other_workers_even_if_its_lock_fi
 def test_a_running_worker_is_recognised_by_the_lock_it_holds_whatever_the_mtime_of_the_lock_file(tmp_path):
     with DataDir.open(tmp_path, "first"):
         os.utime(tmp_path / "worker.lock", (0, 0))  # so it is if the clock was set after the start
-        assert owner(tmp_path) == f"worker first (pid {os.getpid()})"
-        assert holder_pid(tmp_path) == os.getpid()
-    assert owner(tmp_path) is None
+        held = holder(tmp_path)
+        assert held is not None
+        assert (held.name, held.pid) == (f"worker first (pid {os.getpid()})", os.getpid())
+    assert holder(tmp_path) is None
 
 
 def test_a_worker_can_lock_its_data_directory_while_other_processes_ask_who_holds_the_lock(tmp_path):
     DataDir.open(tmp_path).close()
-    asking = (
-        "import sys\nfrom pathlib import Path\nfrom worker.process.datadir import owner\nprint(1, flush=True)"
-    )
-    asking = f"{asking}\nwhile True: owner(Path(sys.argv[1]))"
+    asking = "import sys\nfrom pathlib import Path\nfrom worker.process.datadir import holder"
+    asking = f"{asking}\nprint(1, flush=True)\nwhile True: holder(Path(sys.argv[1]))"
     with subprocess.Popen([sys.executable, "-c", asking, tmp_path], stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"1\n"
         for _ in range(300):

@@ -1,6 +1,7 @@
 """One session with its log, which is a list; the device's tokens come from a hash. All else is real."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -110,6 +111,14 @@ class Log:
     async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[LogEntry], int]:
         found = [entry for entry in self.entries if entry.kind == kind and entry.seq > after]
         return found[:PAGE], len(found[PAGE:])
+
+    async def every(self, key: SessionKey, kind: str, after: int) -> AsyncIterator[LogEntry]:
+        more = 1
+        while more:
+            entries, more = await self.page(key, kind, after)
+            for entry in entries:
+                after = entry.seq
+                yield entry
 
     async def commit(self, _: SessionKey, body: bytes, after: int, headers: dict[str, str], **__: str) -> int:
         last = max((entry.seq for entry in self.entries if entry.kind == "out"), default=0)

@@ -15,7 +15,7 @@ from session_world import STORED
 
 from tests.parts import until
 from turnkeep_client.log import BUILD_HEADER
-from turnkeep_client.subjects import SessionKey
+from turnkeep_client.subjects import SessionKey, Subjects
 from worker.cluster import overheard
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
@@ -50,8 +50,7 @@ class Delivered(SimpleNamespace):
 
 
 def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, nc: Any = None, **journal: Any) -> Any:
-    names = SimpleNamespace(log="log", consumer="worker")
-    parts: Any = [nc, names, Telemetry(), SimpleNamespace(server="s", **journal)]
+    parts: Any = [nc, Subjects(), Telemetry(), SimpleNamespace(server="s", **journal)]
     return Intake(
         *parts,
         ack_wait_s=0.03,

@@ -202,7 +202,7 @@ async def test_no_worker_can_publish_a_chunk_of_an_answer_that_expired_before_it
     await asyncio.sleep(0.4)
     await wire()
     assert (await w.result(seq))["code"] == "expired"
-    stalled, late = Journal(w.nc, w.js, w.worker.app._subjects), Chunk(0, (7,), "x", seq=seq)
+    stalled, late = Journal(w.nc, w.worker.app._subjects), Chunk(0, (7,), "x", seq=seq)
     with pytest.raises(FencedError):
         await stalled.chunks.publish(SessionKey("default", "s"), "g", late, 0, server=stalled.server)
 
@@ -216,7 +216,7 @@ async def test_a_stalled_worker_does_not_delete_its_published_first_chunk_if_ano
     await w.send("s", append("a"))
     await w.worker.stop()
     seq = await w.publish("s", generate("g", text="abc"))
-    stalled, late = Journal(w.nc, w.js, w.worker.app._subjects), Chunk(0, (70,), "x", seq=seq)
+    stalled, late = Journal(w.nc, w.worker.app._subjects), Chunk(0, (70,), "x", seq=seq)
     goes_on, is_gone = asyncio.Event(), stalled.chunks._is_gone
 
     async def stalls(asked: int) -> bool:
@@ -248,7 +248,7 @@ async def test_a_worker_that_resumes_an_answer_deletes_its_own_first_chunk_if_th
     subject = f"{w.prefix}.default.s.chunk.g"
     ack = await w.js.publish(subject, json.dumps({"i": 0, "tokens": [50], "text": "x", "seq": seq}).encode())
     await w.js.delete_msg(f"{w.prefix}_log", seq)
-    stalled, next_one = Journal(w.nc, w.js, w.worker.app._subjects), Chunk(1, (7,), "y", seq=seq)
+    stalled, next_one = Journal(w.nc, w.worker.app._subjects), Chunk(1, (7,), "y", seq=seq)
     key = SessionKey("default", "s")
     with pytest.raises(FencedError):
         await stalled.chunks.publish(key, "g", next_one, ack.seq, server=stalled.server, resumes=True)

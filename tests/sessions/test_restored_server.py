@@ -150,7 +150,6 @@ async def test_a_result_computed_during_a_nats_outage_is_stored_only_if_the_log_
     after: int, comes_back: str, is_stored: bool
 ) -> None:
     """Another worker may have removed the session meanwhile, and the server may have lost its end."""
-    nc: Any = SimpleNamespace(is_connected=False, _server_info={"server_id": "S"})
     stored: list[bytes] = []
 
     async def publish(_: str, body: bytes, **__: Any) -> Any:
@@ -160,7 +159,9 @@ async def test_a_result_computed_during_a_nats_outage_is_stored_only_if_the_log_
     async def is_there(_: int) -> bool:
         return not (nc.is_connected and "without" in comes_back)
 
-    journal = Journal(nc, SimpleNamespace(publish=publish), Subjects())  # type: ignore[arg-type]
+    js = SimpleNamespace(publish=publish)
+    nc: Any = SimpleNamespace(is_connected=False, _server_info={"server_id": "S"}, jetstream=lambda: js)
+    journal = Journal(nc, Subjects())
     journal.is_there = is_there  # type: ignore[method-assign]
     body = b'{"type":"failed","id":"a","seq":1,"code":"internal","message":"","retryable":false}'
     commit = asyncio.create_task(journal.commit(SessionKey("t", "s"), body, after, {}, server="S"))

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
 from functools import partialmethod
 from types import SimpleNamespace
@@ -166,7 +166,7 @@ async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_remo
     assert (await w.result(closing))["type"] == "closed"
     await until_left(w, "s", ["c", "b"], ["b", "c"])
     assert b"a secret" not in b"".join((await bodies(w, "s"))["in"])
-    other = Journal(w.nc, w.js, w.worker.app._subjects)
+    other = Journal(w.nc, w.worker.app._subjects)
     late = encode(failure("c", "internal", "a worker that was stopped since", seq=closing))
     for known in range(closing + 3):
         with pytest.raises(FencedError):
@@ -541,7 +541,7 @@ async def test_removing_a_closed_session_from_the_log_removes_no_unanswered_requ
 
 
 async def test_removing_a_closed_session_keeps_the_checkpoint_values_that_later_results_refer_to() -> None:
-    """The close at 4 has its result at 10, after those of two later requests, which are on two pages."""
+    """The close at 4 has its result at 10, after those of two later requests."""
     now, removed = datetime.now(UTC), dict[str, Any]()
     values = {seq: CheckpointMessage(b"long", before="").pack() for seq in (6, 8)}
     parts, whole = (str(Link(seq, digest(value))) for seq, value in values.items())
@@ -552,9 +552,12 @@ async def test_removing_a_closed_session_keeps_the_checkpoint_values_that_later_
     ]
 
     class Log:
-        async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[StoredMessage], int]:
-            left = [one for one in results if one.seq > after] if kind == "out" else []
-            return left[:1], len(left[1:])
+        async def page(self, *_: Any) -> tuple[list[StoredMessage], int]:
+            return [], 0
+
+        async def every(self, *_: Any) -> AsyncIterator[StoredMessage]:
+            for one in results:
+                yield one
 
         async def get(self, seq: int) -> bytes:
             return values[seq]
@@ -598,8 +601,9 @@ async def test_the_result_of_a_close_is_found_even_if_a_cancelled_requests_resul
     entries = [StoredMessage(6 + n, now, body, {}) for n, body in enumerate(told)]
 
     class Log:
-        async def page(self, *_: Any) -> tuple[list[StoredMessage], bool]:
-            return entries, False
+        async def every(self, *_: Any) -> AsyncIterator[StoredMessage]:
+            for entry in entries:
+                yield entry
 
     keeper = Retention(Log(), closed_ttl_s=0, max_bytes=1, sync_s=0)  # type: ignore[arg-type]
     found = await keeper._find_close(SessionKey("t", "s"), 3)

@@ -393,8 +393,8 @@ class Worker(App):
             js = nc.jetstream()
             if self._leases:
                 await self._take_back(js)
-            names = await streams.ensure(js, self._subjects, self._settings, self._constants)
-            await self._serve(nc, js, names)
+            await streams.ensure(js, self._subjects, self._settings, self._constants)
+            await self._serve(nc)
 
     async def _connect(self, directory: Any, stack: Any) -> Any:
         if self._leases:

@@ -21,7 +21,7 @@ from tests.simulation.loop import run, simulated
 from tests.simulation.world import Server
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.messages import Chunk, Closed, encode, failure
-from turnkeep_client.subjects import SessionKey, Subjects
+from turnkeep_client.subjects import CONSUMER, SessionKey, Subjects
 from worker.process.constants import Constants
 from worker.process.settings import Settings
 from worker.wire import streams
@@ -46,7 +46,7 @@ class Place:
         self.constants = Constants(ack_wait_s=ACK_WAIT_S)
 
     async def make(self) -> None:
-        self.names = await streams.ensure(self.js, self.subjects, self.settings, self.constants)
+        await streams.ensure(self.js, self.subjects, self.settings, self.constants)
 
     def of(self, kind: str, session: str = "s") -> str:
         return f"{self.subjects.prefix}.t.{session}.{kind}"
@@ -70,7 +70,7 @@ class Place:
         inbox = self.nc.new_inbox()
         sub = await self.nc.subscribe(inbox, cb=arrived)
         asked = {"batch": batch, "expires": int(wait_s * 1e9), **more}
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.names.log}.{self.names.consumer}"
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.subjects.log_stream}.{CONSUMER}"
         await self.nc.publish(subject, json.dumps(asked).encode(), reply=inbox)
         await asyncio.sleep(wait_s + 0.1)
         await sub.unsubscribe()
@@ -97,19 +97,19 @@ async def a_write_with_a_wrong_expected_sequence_stores_nothing(place: Place) ->
     second = await place.put("commit", b"three", **{EXPECT: str(first)})
     await asyncio.sleep(0.1)
     assert heard == [b"one", b"three"], "told under its stored subject, and only if it is stored"
-    last = await place.js.get_last_msg(place.names.log, place.of("out"))
+    last = await place.js.get_last_msg(place.subjects.log_stream, place.of("out"))
     assert (last.seq, last.data, last.headers) == (second, b"three", {EXPECT: str(first)})
 
 
 async def after_a_removed_result_the_expected_sequence_is_the_one_before(place: Place) -> None:
     first = await place.put("commit", **{EXPECT: "0"})
     second = await place.put("commit", **{EXPECT: str(first)})
-    await place.js.delete_msg(place.names.log, second)
+    await place.js.delete_msg(place.subjects.log_stream, second)
     with pytest.raises(APIError):
         await place.put("commit", **{EXPECT: str(second)})
     third = await place.put("commit", **{EXPECT: str(first)})
     assert third == second + 1
-    await place.js.purge_stream(place.names.log, subject=f"{place.subjects.prefix}.t.s.*")
+    await place.js.purge_stream(place.subjects.log_stream, subject=f"{place.subjects.prefix}.t.s.*")
     await place.put("commit", **{EXPECT: "0"})
 
 
@@ -141,7 +141,7 @@ async def an_unacknowledged_message_is_redelivered(place: Place) -> None:
     await by_name["silent"].ack()  # acknowledges the first of two deliveries: this counts too
     last, _ = await place.pull(64, ACK_WAIT_S * 2)
     assert {message.metadata.sequence.stream for message in last} == {seqs["busy"]}
-    info = await place.js.consumer_info(place.names.log, place.names.consumer)
+    info = await place.js.consumer_info(place.subjects.log_stream, CONSUMER)
     assert (info.num_ack_pending, info.num_pending) == (1, 0)
 
 
@@ -157,7 +157,7 @@ async def messages_of_a_dead_worker_are_redelivered_at_once_when_taken_back(plac
     ]
     more, _ = await place.pull(64, ACK_WAIT_S * 0.5)
     assert not more, "it is held again, for the usual time"
-    assert (await place.js.consumer_info(place.names.log, place.names.consumer)).config.ack_wait == ACK_WAIT_S
+    assert (await place.js.consumer_info(place.subjects.log_stream, CONSUMER)).config.ack_wait == ACK_WAIT_S
 
 
 async def a_returned_message_is_redelivered_after_its_delay(place: Place) -> None:
@@ -177,7 +177,7 @@ async def a_purged_message_is_not_redelivered(place: Place) -> None:
     gone = await place.put("in", session="gone")
     await place.put("in", session="kept")
     await place.pull(64, 0.1)
-    await place.js.purge_stream(place.names.log, seq=gone + 1, subject=place.of("in", "gone"))
+    await place.js.purge_stream(place.subjects.log_stream, seq=gone + 1, subject=place.of("in", "gone"))
     found, _ = await place.pull(64, ACK_WAIT_S * 1.5)
     assert {message.subject for message in found} == {place.of("in", "kept")}
 
@@ -197,7 +197,7 @@ async def direct_gets_read_a_subject_in_order(place: Place) -> None:
     gets = DirectGets(place.nc, timeout_s=2.0)
 
     async def read(**request: Any) -> tuple[list[tuple[int, bytes]], int]:
-        messages, num_more = await gets.read(place.names.log, request)
+        messages, num_more = await gets.read(place.subjects.log_stream, request)
         return [(int((one.headers or {})["Nats-Sequence"]), one.data) for one in messages], num_more
 
     own = place.of("in", "a")
@@ -205,21 +205,21 @@ async def direct_gets_read_a_subject_in_order(place: Place) -> None:
     assert await read(seq=seqs[2] + 1, batch=2, next_by_subj=own) == ([(seqs[4], b"E")], 0)
     assert await read(seq=seqs[5], batch=2, next_by_subj=own) == ([], 0)
     await place.put("in", b"G", session="a", **{"Nats-Last-Sequence": "77"})
-    batch, _ = await gets.read(place.names.log, {"seq": seqs[2], "batch": 9, "next_by_subj": own})
+    batch, _ = await gets.read(place.subjects.log_stream, {"seq": seqs[2], "batch": 9, "next_by_subj": own})
     named = [(one.headers or {})["Nats-Last-Sequence"] for one in batch]
     assert named == ["0", str(seqs[2]), str(seqs[4])], "each message names the one before it in the batch"
-    await place.js.delete_msg(place.names.log, seqs[5] + 1)
+    await place.js.delete_msg(place.subjects.log_stream, seqs[5] + 1)
     every = place.subjects.every("in")
     assert [seq for seq, _ in (await read(seq=1, batch=9, next_by_subj=every))[0]] == seqs
     lasts = {"multi_last": [own, place.of("in", "b"), place.of("in", "none")], "batch": 3}
     assert (await read(**lasts))[0] == [(seqs[4], b"E"), (seqs[5], b"F")]
-    await place.js.delete_msg(place.names.log, seqs[2])
+    await place.js.delete_msg(place.subjects.log_stream, seqs[2])
     assert [seq for seq, _ in (await read(seq=1, batch=9, next_by_subj=own))[0]] == [seqs[0], seqs[4]]
 
 
 async def missing_messages_streams_consumers_and_responders_raise_errors(place: Place) -> None:
     seq = await place.put("in", b"here", Name="value")
-    log = place.names.log
+    log = place.subjects.log_stream
     for direct in (True, False):
         found = await place.js.get_msg(log, seq, direct=direct)
         assert (found.seq, found.data, found.subject) == (seq, b"here", place.of("in"))
@@ -241,18 +241,22 @@ async def missing_messages_streams_consumers_and_responders_raise_errors(place: 
 async def removing_a_message_twice_raises_an_error_with_code_500(place: Place) -> None:
     """The code is not 404, as it is for reading a removed message."""
     seq = await place.put("in")
-    await place.js.delete_msg(place.names.log, seq)
+    await place.js.delete_msg(place.subjects.log_stream, seq)
     with pytest.raises(APIError) as refused:
-        await place.js.delete_msg(place.names.log, seq)
+        await place.js.delete_msg(place.subjects.log_stream, seq)
     assert (refused.value.code, refused.value.err_code) == (500, 10057)
-    journal = Journal(place.nc, place.js, place.subjects)
+    journal = Journal(place.nc, place.subjects)
     await journal.delete(seq)
 
 
 async def a_purge_removes_only_messages_of_its_subject_below_its_sequence(place: Place) -> None:
     seqs = [await place.put(kind, session=name) for kind in ("in", "attempt") for name in ("a", "b")]
-    await place.js.purge_stream(place.names.log, seq=seqs[2], subject=f"{place.subjects.prefix}.t.a.*")
-    info = await place.js.stream_info(place.names.log, subjects_filter=f"{place.subjects.prefix}.t.*.*")
+    await place.js.purge_stream(
+        place.subjects.log_stream, seq=seqs[2], subject=f"{place.subjects.prefix}.t.a.*"
+    )
+    info = await place.js.stream_info(
+        place.subjects.log_stream, subjects_filter=f"{place.subjects.prefix}.t.*.*"
+    )
     left = {place.of("attempt", "a"): 1, place.of("in", "b"): 1, place.of("attempt", "b"): 1}
     assert info.state.subjects == left
     assert await place.put("in") == seqs[-1] + 1
@@ -267,7 +271,7 @@ async def a_message_that_is_too_large_or_overfills_the_stream_is_refused(place: 
     with pytest.raises(APIError) as full:
         await asyncio.gather(*(place.put("in", b"x" * 4000) for _ in range(5)))
     assert full.value.err_code == 10077
-    assert (await place.js.stream_info(place.names.log)).state.messages > 10
+    assert (await place.js.stream_info(place.subjects.log_stream)).state.messages > 10
 
 
 async def a_key_keeps_only_its_last_message_until_that_expires(place: Place) -> None:
@@ -320,10 +324,10 @@ async def a_message_reaches_one_of_a_queue_group_and_every_other_subscriber(plac
 
 
 async def a_request_that_another_worker_removed_gets_no_result(place: Place) -> None:
-    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.subjects)
     seqs = [await place.put("in") for _ in range(2)]
     removed, there = (encode(Closed(id="c", seq=seq, position=9, forgotten=3, settled=False)) for seq in seqs)
-    await place.js.delete_msg(place.names.log, seqs[0])
+    await place.js.delete_msg(place.subjects.log_stream, seqs[0])
     with pytest.raises(FencedError):
         await journal.commit(key, removed, 0, {}, server=journal.server)
     assert await journal.commit(key, there, 0, {}, server=journal.server) > seqs[1]
@@ -331,7 +335,7 @@ async def a_request_that_another_worker_removed_gets_no_result(place: Place) -> 
 
 async def a_result_stored_after_another_one_cannot_be_stored_again_as_the_first(place: Place) -> None:
     """A lagging replica may hide both results, so that a worker commits with expected sequence 0."""
-    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.subjects)
     seqs = [await place.put("in") for _ in range(2)]
     cancelled, refused = (encode(failure("r", "expired", "so it is", seq=seq)) for seq in reversed(seqs))
     first = await journal.commit(key, cancelled, 0, {}, server=journal.server)
@@ -349,7 +353,7 @@ async def a_result_stored_after_another_one_cannot_be_stored_again_as_the_first(
 
 async def a_worker_that_another_one_overtook_publishes_no_more_chunks(place: Place) -> None:
     key = SessionKey("t", "s")
-    one, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
+    one, other = (Journal(place.nc, place.subjects) for _ in range(2))
     seq = await place.put("in")
 
     def chunk(i: int) -> Chunk:
@@ -387,7 +391,7 @@ async def a_worker_that_another_one_overtook_publishes_no_more_chunks(place: Pla
 
 async def a_cancelled_answer_stays_sealed_after_the_log_loses_its_result(place: Place) -> None:
     """Clients have already received the answer's end, with the text that the worker had held back."""
-    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.subjects)
     seq = await place.put("in")
     chunk = Chunk(0, (7,), "x", seq=seq)
     first = await journal.chunks.publish(key, "g", chunk, 0, server=journal.server)
@@ -399,7 +403,7 @@ async def a_cancelled_answer_stays_sealed_after_the_log_loses_its_result(place: 
 
 
 async def a_worker_whose_chunks_have_all_expired_reads_the_log_before_it_publishes(place: Place) -> None:
-    key, journal = SessionKey("t", "s"), Journal(place.nc, place.js, place.subjects)
+    key, journal = SessionKey("t", "s"), Journal(place.nc, place.subjects)
     seq = await place.put("in")
     first = await journal.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
     await journal.chunks.remove(key, seq + 1)
@@ -416,17 +420,19 @@ async def a_worker_whose_chunks_have_all_expired_reads_the_log_before_it_publish
 
 async def the_first_chunk_of_an_answer_to_a_removed_request_is_taken_back(place: Place) -> None:
     key, seq = SessionKey("t", "s"), await place.put("in")
-    journal = Journal(place.nc, place.js, place.subjects)
+    journal = Journal(place.nc, place.subjects)
     first = await journal.chunks.publish(key, "kept", Chunk(0, (7,), "x", seq=seq), 0, server=journal.server)
     with pytest.raises(FencedError):
         await journal.chunks.publish(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0, server=journal.server)
-    info = await place.js.stream_info(place.names.tokens, subjects_filter=place.subjects.tokens(key, "*"))
+    info = await place.js.stream_info(
+        place.subjects.token_stream, subjects_filter=place.subjects.tokens(key, "*")
+    )
     assert (info.state.subjects, info.state.last_seq) == ({place.subjects.tokens(key, "kept"): 1}, first + 1)
 
 
 async def a_forgotten_answer_publishes_nothing_after_a_new_one_under_its_id(place: Place) -> None:
     key, seq = SessionKey("t", "s"), await place.put("in")
-    stalled, other = (Journal(place.nc, place.nc.jetstream(), place.subjects) for _ in range(2))
+    stalled, other = (Journal(place.nc, place.subjects) for _ in range(2))
     first = await stalled.chunks.publish(key, "g", Chunk(0, (7,), "x", seq=seq), 0, server=stalled.server)
     await other.remove(key, seq + 1)
     await other.chunks.remove(key, seq + 1)
@@ -436,13 +442,13 @@ async def a_forgotten_answer_publishes_nothing_after_a_new_one_under_its_id(plac
         await stalled.chunks.publish(key, "g", Chunk(1, (7,), "x", seq=seq), first, server=stalled.server)
     with pytest.raises(FencedError):
         await stalled.chunks.seal(key, "g", seq, first, server=stalled.server)
-    assert (await place.js.stream_info(place.names.tokens)).state.last_seq == last
+    assert (await place.js.stream_info(place.subjects.token_stream)).state.last_seq == last
 
 
 async def an_atomic_batch_is_stored_whole_or_not_at_all(place: Place) -> None:
-    config = (await place.nc.request(f"$JS.API.STREAM.INFO.{place.names.log}")).data
+    config = (await place.nc.request(f"$JS.API.STREAM.INFO.{place.subjects.log_stream}")).data
     changed = json.dumps(json.loads(config)["config"] | {"allow_atomic": True}).encode()
-    await place.nc.request(f"$JS.API.STREAM.UPDATE.{place.names.log}", changed)
+    await place.nc.request(f"$JS.API.STREAM.UPDATE.{place.subjects.log_stream}", changed)
     first = await place.put("in")
 
     async def batch(name: str, after: int, *numbers: int) -> dict[str, Any]:

@@ -80,7 +80,6 @@ class Endpoints:
         self._telemetry = telemetry
         self._subscriptions: list[Subscription] = []
         self._tasks = tasks
-        self._num_open = 0
         self._tenants: Counter[str] = Counter()  # open requests by tenant
 
     async def open(self) -> None:
@@ -132,7 +131,6 @@ class Endpoints:
                 raise
             finally:
                 calls.count(current_time() - began_s, error)
-                self._num_open -= 1
                 self._tenants[tenant] -= 1
                 if not self._tenants[tenant]:
                     del self._tenants[tenant]
@@ -143,12 +141,11 @@ class Endpoints:
             is_over = self._tasks.cancel_scope.cancel_called  # a new task would spin until the others end
             if is_over and await self._overheard.pass_on(message):
                 return
-            if is_over or (self._num_open >= _MAX_OPEN and self._tenants[tenant] >= share):
+            if is_over or (self._tenants.total() >= _MAX_OPEN and self._tenants[tenant] >= share):
                 calls.count(0, "overloaded")
                 await self._reply(message, failure(None, "overloaded", _STOPS if is_over else _TOO_MANY))
                 await self._overheard.tell(message, has_replied=True)
                 return
-            self._num_open += 1
             self._tenants[tenant] += 1
             self._tasks.start_soon(handle, message, tenant)
 

@@ -210,18 +210,6 @@ def _lock(path: Path, fd: int) -> None:
         time.sleep(_LOOK_S)
 
 
-def owner(path: Path) -> str | None:
-    """Return a text with the name and pid of the worker that uses a data directory; None if none runs."""
-    held = holder(path)
-    return held.name if held else None
-
-
-def holder_pid(path: Path) -> int | None:
-    """Return the pid of the worker that uses a data directory; None if none runs."""
-    held = holder(path)
-    return held.pid if held else None
-
-
 def noted_nats(path: Path) -> str | int | None:
     """Return the NATS server that a data directory's last worker used; None if unknown.
 

@@ -24,6 +24,7 @@ from worker.process.concurrency import task_group
 
 from .execution import Execution
 from .results import Outcome, failed
+from .rules import check_allowed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -168,7 +169,7 @@ class RequestAttempts:
         if isinstance(request, Generate) and record.diverged is None:
             try:
                 if await self._log.is_streamed(pending):
-                    self._services.fold.check(history, request)
+                    check_allowed(history, request)
                     execution = Execution(self._services, self._log.key, pending, history)
                     return await execution.carry_out(given_up=why[:_MAX_WHY])
             except InterruptionError:

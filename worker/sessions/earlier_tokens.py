@@ -39,11 +39,6 @@ class EarlierTokens:
         self.unknown: list[tuple[TokenHistory, Append | Generate]] = []
         self._record = Record(fold)
 
-    @property
-    def out_seq(self) -> int:
-        """The sequence of the last result that was added."""
-        return self._record.out_seq
-
     def add_result(self, entry: StoredMessage, parts: ResultParts) -> None:
         """Apply the next result, and collect tokens that it replaced; a close with `forget` drops all."""
         before = self._record.history.tokens

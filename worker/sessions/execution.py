@@ -73,7 +73,7 @@ _LOST_BASE: Final = (
 
 
 class Execution:
-    """Carries out one request, which `Fold.check` allows after `history`. Event loop only."""
+    """Carries out one request, which `check_allowed` allows after `history`. Event loop only."""
 
     def __init__(
         self, services: Services, key: SessionKey, pending: PendingRequest, history: TokenHistory
@@ -105,6 +105,7 @@ class Execution:
                 self._limits.note(after.policy, self._key.tenant)
                 return Outcome(opened_result(request, pending, after), after)
             case Rewind(position=position) as request:
+                self._fold.check_cut(history, position)
                 after = self._fold.rewind(history, position)
                 rewound = Rewound(id=request.id, seq=pending.seq, position=position, **policy_fields(after))
                 return Outcome(rewound, after)

@@ -94,42 +94,6 @@ class Fold:
         """Return the history of a session without entries; chat templates may print the date `started`."""
         return TokenHistory(Conversation(self._tokenizer, started), as_tokens(), policy=self.policy)
 
-    def check(self, history: TokenHistory, request: Request) -> None:
-        """Raise `RefusedError` if the session's state does not allow the request."""
-        gone = history.closed or not history.exists
-        if isinstance(request, Open):
-            if not gone:
-                instead = "go on without an open" if request.from_ is None else "fork under another name"
-                raise RefusedError(
-                    "invalid_request",
-                    f"the session is open already, at position {history.position}; {instead}",
-                )
-        elif history.closed:
-            if not (isinstance(request, Close) and request.forget):
-                raise RefusedError(
-                    "unknown_session", "the session was closed; an open starts a new one under this name"
-                )
-        elif gone and (
-            isinstance(request, Rewind)
-            or (isinstance(request, Close) and not (request.cancel or request.forget))
-        ):  # what a close cancels might have begun the session; `forget` also removes refused requests
-            raise RefusedError(
-                "unknown_session", "there is no such session; an append or a generate starts one"
-            )
-        expected = request.expect_position
-        position = 0 if gone else history.position
-        if expected is not None and expected != position:
-            raise RefusedError(
-                "position_conflict", f"the session is at position {position}, not at the expected {expected}"
-            )
-        if isinstance(request, Rewind) and request.position > history.position:
-            raise RefusedError(
-                "invalid_request",
-                f"cannot rewind to {request.position}: the session is at position {history.position}",
-            )
-        if isinstance(request, Rewind):
-            self.check_cut(history, request.position)
-
     def check_cut(self, history: TokenHistory, position: int) -> None:
         """Raise `RefusedError` if `position` is inside an image whose tokens attend to each other."""
         processor = self._tokenizer.image_processor

@@ -29,6 +29,7 @@ from .execution import Execution
 from .history import RefusedError
 from .images import SessionImages
 from .results import Outcome, count_result, failed, is_close, withdrawn_result
+from .rules import check_allowed
 from .session_log import FencedLog
 from .streaming import unpublished_text
 
@@ -79,7 +80,6 @@ class ServedSession:
         self._wake = wake
         self.log = FencedLog(key, services)
         self._attempts = RequestAttempts(self.log, services)
-        self._doubted_seq = 0  # a request that this worker would refuse, but another has begun
         self.active: PendingRequest | None = None
         self._closing_seq = 0  # the log's last note that a worker is about to close the session
         self.num_users = 0  # users besides its task
@@ -298,10 +298,7 @@ class ServedSession:
         try:
             return await self._try(pending, history)
         except RefusedError as error:
-            if self._doubted_seq != pending.seq and await self.log.is_streamed(pending):
-                # Only once: the log, read again, may justify the refusal (a closed session was removed).
-                self._doubted_seq = pending.seq
-                raise FencedError("another worker has begun to answer what is refused here") from error
+            await self.log.is_streamed(pending)  # seals its token stream: no worker may begin it any more
             refused = failed(pending, position, error.code, str(error), field=error.field, limit=error.limit)
             return Outcome(refused, history)
         except NoMemoryError as error:
@@ -333,7 +330,7 @@ class ServedSession:
         if self.log.record.diverged is not None:
             return await self._end_diverged(request, pending, self.log.record.diverged)
         await self._check_room(request, pending)
-        self.services.fold.check(history, request)
+        check_allowed(history, request)
         if isinstance(request, Open) and request.from_ is not None:
             parent = await self._parent(self.key, request.from_)
             forked = self._execution(pending, parent).fork(request, request.from_)

@@ -256,12 +256,12 @@ class FencedLog:
         services, present = self._services, self.record.history.tokens
         earlier = EarlierTokens(services.fold)
         if not self.record.is_unreadable:
-            last_out, more = self.record.out_seq, 1
+            last_out = self.record.out_seq
             async with services.retention.lock(self.key):
-                while more and earlier.out_seq < last_out:
-                    results, more = await services.journal.page(self.key, "out", earlier.out_seq)
-                    for entry in results:
-                        earlier.add_result(entry, await self._parts(entry))
+                async for entry in services.journal.every(self.key, "out", 0):
+                    if entry.seq > last_out:
+                        break
+                    earlier.add_result(entry, await self._parts(entry))
         for history, request in earlier.unknown if not self.is_doubted else ():
             with suppress(RefusedError):
                 grids = await SessionImages(self.key, services).grids(history, request, stores=False)
@@ -277,15 +277,10 @@ class FencedLog:
         for pending in self.record.pending:
             if pending.id == request_id:
                 return pending
-        journal = self._services.journal
-        after, more = self.record.in_seq, 1
-        while more:
-            entries, more = await journal.page(self.key, "in", after)
-            for entry in entries:
-                pending = pending_at(entry)
-                if pending.id == request_id:
-                    return None if self.record.has_result(entry.seq) else pending
-            after = entries[-1].seq if entries else after
+        async for entry in self._services.journal.every(self.key, "in", self.record.in_seq):
+            pending = pending_at(entry)
+            if pending.id == request_id:
+                return None if self.record.has_result(entry.seq) else pending
         return None
 
     async def check_unchanged(self) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
-    from nats.js import JetStreamContext
 
     from turnkeep_client.messages import Generate, Result
     from turnkeep_client.subjects import SessionKey, Subjects
@@ -40,12 +39,10 @@ _TOO_LARGE: Final = "the request is larger than a message may be: send it as sev
 class Asks:
     """Answers asks. Event loop only."""
 
-    def __init__(
-        self, nc: Client, js: JetStreamContext, journal: Journal, subjects: Subjects, *, timeout_s: float
-    ) -> None:
+    def __init__(self, nc: Client, journal: Journal, subjects: Subjects, *, timeout_s: float) -> None:
         """An ask waits `timeout_s` for its result on `out`."""
         self._nc = nc
-        self._js = js
+        self._js = nc.jetstream()
         self._journal = journal
         self._subjects = subjects
         self._timeout_s = timeout_s
@@ -110,13 +107,9 @@ class Asks:
                         return result
             # Asked before the results are read: an answered request leaves the log too.
             is_there = await self._journal.is_there(seq)
-            after, more = seq, 1
-            while more:
-                entries, more = await self._journal.page(key, "out", after)
-                for entry in entries:
-                    after = entry.seq
-                    if (result := _as_result(entry.body, request_id, seq)) is not None:
-                        return result
+            async for entry in self._journal.every(key, "out", seq):
+                if (result := _as_result(entry.body, request_id, seq)) is not None:
+                    return result
             if not is_there:
                 return failure(request_id, "unknown_session", _REMOVED)
 

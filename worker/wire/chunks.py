@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from nats.aio.client import Client
-    from nats.js import JetStreamContext
 
     from turnkeep_client.subjects import SessionKey, Subjects
     from turnkeep_client.writes import Writes
@@ -64,7 +63,6 @@ class AnswerChunks:
     def __init__(
         self,
         nc: Client,
-        js: JetStreamContext,
         subjects: Subjects,
         log_reads: ConsistentReads,
         writes: Writes,
@@ -74,10 +72,10 @@ class AnswerChunks:
         """`model` goes into the header of each first chunk; `writes` counts what is not stored yet."""
         self._writes = writes
         self._nc = nc
-        self._js = js
+        self._js = nc.jetstream()
         self._subjects = subjects
         self._log = log_reads
-        self._tokens = ConsistentReads(nc, js, subjects.token_stream)
+        self._tokens = ConsistentReads(nc, subjects.token_stream)
         self._model = model
         self._name = uuid4().hex  # written into seals: a worker ignores its own seals
 
@@ -265,12 +263,9 @@ class AnswerChunks:
 
     async def _is_answered(self, key: SessionKey, seq: int) -> bool:
         """Return whether the log has the result of a request."""
-        after, more, subject = seq, 1, self._subjects.of(key, "out")
-        while more:
-            results, more = await self._log.page(subject, after)
-            if any(answered_seq(entry) == seq for entry in results):
+        async for entry in self._log.entries(self._subjects.of(key, "out"), seq):
+            if answered_seq(entry) == seq:
                 return True
-            after = results[-1].seq if results else after
         return False
 
     async def remove(self, key: SessionKey, before: int) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
-    from nats.js import JetStreamContext
     from nats.js.api import RawStreamMsg
 
 
@@ -52,8 +51,8 @@ class StoredMessage:
 class ConsistentReads:
     """Reads one stream consistently. Each method retries until it has succeeded. Event loop only."""
 
-    def __init__(self, nc: Client, js: JetStreamContext, stream: str) -> None:
-        self._js = js
+    def __init__(self, nc: Client, stream: str) -> None:
+        self._js = nc.jetstream()
         self._stream = stream
         self._gets = DirectGets(nc, timeout_s=TIMEOUT_S)
         self._replicas_known_s = 0.0  # until then `_has_replicas` is valid
@@ -117,9 +116,9 @@ class ConsistentReads:
             except (nats.errors.Error, APIError, OSError) as error:
                 await pause_after("reading the log", error, 1.0)
 
-    async def entries(self, subject: str) -> AsyncGenerator[StoredMessage]:
-        """Iterate over all of a subject's messages, in order."""
-        after, num_more = 0, 1
+    async def entries(self, subject: str, after: int = 0) -> AsyncGenerator[StoredMessage]:
+        """Iterate over a subject's messages after the sequence `after`, in order."""
+        num_more = 1
         while num_more:
             entries, num_more = await self.page(subject, after)
             for entry in entries:

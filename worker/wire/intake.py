@@ -27,7 +27,7 @@ from anyio import Event, Lock, current_time, move_on_after, sleep
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import decode_request
-from turnkeep_client.subjects import ID_RULE, SessionKey
+from turnkeep_client.subjects import CONSUMER, ID_RULE, SessionKey
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, KeysView, Mapping
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
 
     from turnkeep_client.messages import Request
+    from turnkeep_client.subjects import Subjects
     from worker.observe.telemetry import Telemetry
 
     from .consistent_reads import StoredMessage
     from .journal import Journal
-    from .streams import StreamNames
 
     Ring = Callable[["Delivery"], None]
 
@@ -140,7 +140,7 @@ class Intake:
     def __init__(
         self,
         nc: Client,
-        names: StreamNames,
+        subjects: Subjects,
         telemetry: Telemetry,
         journal: Journal,
         *,
@@ -155,7 +155,7 @@ class Intake:
         the first limit, only tenants with less than an equal share of it may have more sessions.
         """
         self._nc = nc
-        self._names = names
+        self._subjects = subjects
         self._telemetry = telemetry
         self._journal = journal
         self._ack_wait_s = ack_wait_s
@@ -223,7 +223,7 @@ class Intake:
         # A raw request: nats-py's `fetch` takes any message with a `Status` header for the server's reply. A
         # publisher can set that header, which would lose the request or end the pull.
         request = {"batch": _FETCH, "max_bytes": self._fetch_bytes, "expires": int(_EXPIRES_S * 1e9)}
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._names.log}.{self._names.consumer}"
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._subjects.log_stream}.{CONSUMER}"
         await self._nc.publish(subject, json.dumps(request).encode(), reply=inbox)
         with move_on_after(_EXPIRES_S + 1.0):  # in case the server's reply is lost
             await self._pull_over.wait()

@@ -38,10 +38,9 @@ from .overwriting import overwrite
 from .written import answered_seq
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 
     from nats.aio.client import Client
-    from nats.js import JetStreamContext
 
     from turnkeep_client.subjects import Subjects
 
@@ -72,16 +71,16 @@ class Journal:
     succeeded, as a worker can do nothing without its log.
     """
 
-    def __init__(self, nc: Client, js: JetStreamContext, subjects: Subjects, *, model: str = "") -> None:
+    def __init__(self, nc: Client, subjects: Subjects, *, model: str = "") -> None:
         """`model` identifies the model in the answers that this worker publishes."""
         self._nc = nc
-        self._js = js
+        self._js = nc.jetstream()
         self._subjects = subjects
-        self._reads = ConsistentReads(nc, js, subjects.log_stream)
-        self.room = LogRoom(nc, js, subjects.log_stream)
+        self._reads = ConsistentReads(nc, subjects.log_stream)
+        self.room = LogRoom(nc, subjects.log_stream)
         #: What waits until it is stored.
         self.writes = Writes()
-        self.chunks = AnswerChunks(nc, js, subjects, self._reads, self.writes, model=model)
+        self.chunks = AnswerChunks(nc, subjects, self._reads, self.writes, model=model)
         self._time_s = 0.0  # the server's clock minus the monotonic one
 
     @property
@@ -101,6 +100,10 @@ class Journal:
         Returns a page of up to 256 entries or 2 MiB, and the number of entries that remain after it.
         """
         return await self._reads.page(self._subjects.of(key, kind), after)
+
+    def every(self, key: SessionKey, kind: Literal["in", "out"], after: int) -> AsyncGenerator[StoredMessage]:
+        """Iterate over a session's requests or results after the sequence `after`, in order."""
+        return self._reads.entries(self._subjects.of(key, kind), after)
 
     async def get(self, seq: int) -> bytes | None:
         """Read the body of an entry; None if it was removed from the log."""

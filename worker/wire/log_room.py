@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nats.aio.client import Client
-    from nats.js import JetStreamContext
     from nats.js.api import PubAck
 
 log = structlog.get_logger()
@@ -51,9 +50,9 @@ def open_bytes(limit: int) -> int:
 class LogRoom:
     """Publishes a worker's entries to the log, also if it is full. Event loop only."""
 
-    def __init__(self, nc: Client, js: JetStreamContext, stream: str) -> None:
+    def __init__(self, nc: Client, stream: str) -> None:
         self._nc = nc
-        self._js = js
+        self._js = nc.jetstream()
         self._stream = stream
         self._raising = Lock()  # the raises for entries that come at once would undo each other
 

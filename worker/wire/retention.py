@@ -300,15 +300,14 @@ class Retention:
         await self._journal.remove(key, closed_seq, "dead", overwrites=overwrites)
         first_note, *_ = await self._notes(key, note)
         await self._journal.remove(key, first_note, "image.*", overwrites=overwrites)
-        after, more, kept = close_seq, 1, set[int]()
-        while more and after < closed_seq:
-            results, more = await self._journal.page(key, "out", after)
-            for entry in results:
-                after = entry.seq
-                if after < closed_seq and answered_seq(entry) < close_seq:
-                    await self._journal.delete(after)
-                elif after < closed_seq:
-                    kept |= await self._linked(entry)
+        kept = set[int]()
+        async for entry in self._journal.every(key, "out", close_seq):
+            if entry.seq >= closed_seq:
+                break
+            if answered_seq(entry) < close_seq:
+                await self._journal.delete(entry.seq)
+            else:
+                kept |= await self._linked(entry)
         await self._journal.remove(key, closed_seq, "checkpoint", overwrites=overwrites, kept=kept)
 
     async def _notes(self, key: SessionKey, note: StoredMessage) -> list[int]:
@@ -336,31 +335,25 @@ class Retention:
         close_seq = note.headers.get(CLOSE_HEADER, "")
         after = int(close_seq) if close_seq.isdecimal() else 0
         requests, _ = await self._journal.page(key, "in", after - 1)
-        is_answered, more = not requests or requests[0].seq != after, 1
-        while more and not is_answered:
-            results, more = await self._journal.page(key, "out", after)
-            is_answered = any(answered_seq(entry) == int(close_seq) for entry in results)
-            after = results[-1].seq if results else after
-        return not is_answered
+        if not requests or requests[0].seq != after:
+            return False
+        async for entry in self._journal.every(key, "out", after):
+            if answered_seq(entry) == after:
+                return False
+        return True
 
     async def _find_close(self, key: SessionKey, note_seq: int) -> _Closing | None:
         """Find the close of a note; None if the close has no result, or if no worker wrote the note.
 
         Results of later requests, which were cancelled meanwhile, may precede the result of the close.
         """
-        after, more = note_seq, 1
-        while more:
-            results, more = await self._journal.page(key, "out", after)
-            for entry in results:
-                after = entry.seq
-                with contextlib.suppress(InvalidMessageError):
-                    result = decode_result(entry.body)
-                    if isinstance(result, Closed) and result.repeat_of is None:
-                        return _closing(entry, result)
-                    if not (
-                        isinstance(result, Failed) or (isinstance(result, Generated) and not result.tokens)
-                    ):
-                        return None
+        async for entry in self._journal.every(key, "out", note_seq):
+            with contextlib.suppress(InvalidMessageError):
+                result = decode_result(entry.body)
+                if isinstance(result, Closed) and result.repeat_of is None:
+                    return _closing(entry, result)
+                if not (isinstance(result, Failed) or (isinstance(result, Generated) and not result.tokens)):
+                    return None
         return None
 
 

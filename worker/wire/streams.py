@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -72,18 +71,9 @@ _KEEP_S: Final = 5.0
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class StreamNames:
-    """The names of the streams and the consumer."""
-
-    log: str
-    tokens: str
-    consumer: str
-
-
 async def ensure(
     js: JetStreamContext, subjects: Subjects, settings: Settings, constants: Constants = CONSTANTS
-) -> StreamNames:
+) -> None:
     """Create the log stream, the token stream and the consumer, or update them to these settings.
 
     Several workers may do this at the same time. Keeps an operator's other changes (placement; the number of
@@ -94,7 +84,6 @@ async def ensure(
     await _ensure_others(js, subjects, settings, constants)
     if is_copied:  # wait for the consumer's copies, too: else it may be lost with its node
         await _copied(partial(js.consumer_info, subjects.log_stream, CONSUMER), settings.log_replicas)
-    return StreamNames(subjects.log_stream, subjects.token_stream, CONSUMER)
 
 
 async def _ensure_others(
