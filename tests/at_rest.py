@@ -241,14 +241,6 @@ def _index_of_sessions(one: Any) -> _Sums:
     yield "requests", {(key, request.session.name) for key, request in one.asked.items()}, asked
 
 
-def _ledger(one: Any) -> _Sums:
-    yield "reserved bytes", one._reserved_bytes, sum(one._reserved.values())
-
-
-def _kv_on_device(one: Any) -> _Sums:
-    yield "bytes", one.num_bytes, sum(kv.size_bytes for kv in one._kv.values())
-
-
 def _engine_at_rest(one: Any) -> _Sums:
     on_device = {key: len(kv.tokens) for key, kv in one._device._runner.idle_kv._resident.items()}
     yield "KV on the device", {key: len(kv.tokens) for key, kv in one._kv_on_device._kv.items()}, on_device
@@ -295,8 +287,6 @@ def _store_at_rest(one: Any) -> _Sums:
 _ALWAYS: Final[dict[str, Callable[[Any], _Sums]]] = {
     "Endpoints": _endpoints,
     "Intake": _intake,
-    "KvOnDevice": _kv_on_device,
-    "Ledger": _ledger,
     "SessionIndex": _index_of_sessions,
     "Sessions": _sessions,
     "Store": _store,

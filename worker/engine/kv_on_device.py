@@ -35,7 +35,6 @@ class KvOnDevice:
     """The sessions with KV on the device; while a session's turn runs, the KV that its previous turn left."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
         self._kv: dict[SessionKey, _Kv] = {}  # least recently used first
 
     def sessions(self) -> list[SessionKey]:
@@ -80,12 +79,7 @@ class KvOnDevice:
         """
         self.pop(key)
         self._kv[key] = _Kv(tokens, size_bytes, earliest, policy, used)
-        self.num_bytes += size_bytes
 
     def pop(self, key: SessionKey) -> bool:
         """Remove the record of a session's KV; return False if the session had none."""
-        kv = self._kv.pop(key, None)
-        if kv is None:
-            return False
-        self.num_bytes -= kv.size_bytes
-        return True
+        return self._kv.pop(key, None) is not None

@@ -43,13 +43,11 @@ class Ledger:
         self.max_bytes = max_bytes
         self.kv_on_device = KvOnDevice()
         self._reserved: dict[Claim, int] = {}
-        self._reserved_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved by running turns and held by idle sessions."""
-        in_use = sum(self.kv_on_device.size_bytes(key) for key in self.busy)
-        return self._reserved_bytes + self.kv_on_device.num_bytes - in_use
+        return sum(self._reserved.values()) + sum(map(self.kv_on_device.size_bytes, self._idle()))
 
     @property
     def num_resident(self) -> int:
@@ -75,7 +73,7 @@ class Ledger:
 
         Counts what other turns have reserved, but not the KV of idle sessions.
         """
-        return self._reserved_bytes - self.reserved(claim) + size_bytes - self.max_bytes
+        return sum(self._reserved.values()) - self.reserved(claim) + size_bytes - self.max_bytes
 
     def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:
         """Reserve `size_bytes` for a turn; the idle KV of its own session counts as free memory.
@@ -85,12 +83,12 @@ class Ledger:
         """
         if self.excess(claim, size_bytes) > 0:
             return None
-        self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
         self._reserved[claim] = size_bytes
         victims: list[SessionKey] = []
-        idle = iter(self._idle())
-        while self.used_bytes > self.max_bytes:
+        idle, lacking = iter(self._idle()), self.used_bytes - self.max_bytes
+        while lacking > 0:
             victims.append(next(idle))
+            lacking -= self.kv_on_device.size_bytes(victims[-1])
             self.kv_on_device.pop(victims[-1])
         return victims
 
@@ -100,7 +98,7 @@ class Ledger:
         Unless its next turn has reserved memory by now, the session then counts as idle, with the bytes of
         its resident KV.
         """
-        self._reserved_bytes -= self._reserved.pop(claim, 0)
+        self._reserved.pop(claim, None)
 
     def _idle(self) -> list[SessionKey]:
         busy = self.busy
