@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .kv_on_device import KvOnDevice
-
 if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
+
+    from .kv_on_device import KvOnDevice
 
 
 @dataclass(slots=True, eq=False)
@@ -41,13 +41,15 @@ class Ledger:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.kv_on_device = KvOnDevice()
+        #: The sessions with KV on the device, least recently used first.
+        self.kv_on_device: dict[SessionKey, KvOnDevice] = {}
         self._reserved: dict[Claim, int] = {}
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved by running turns and held by idle sessions."""
-        return sum(self._reserved.values()) + sum(map(self.kv_on_device.size_bytes, self._idle()))
+        idle_bytes = sum(self.kv_on_device[key].size_bytes for key in self._idle())
+        return sum(self._reserved.values()) + idle_bytes
 
     @property
     def num_resident(self) -> int:
@@ -88,8 +90,7 @@ class Ledger:
         idle, lacking = iter(self._idle()), self.used_bytes - self.max_bytes
         while lacking > 0:
             victims.append(next(idle))
-            lacking -= self.kv_on_device.size_bytes(victims[-1])
-            self.kv_on_device.pop(victims[-1])
+            lacking -= self.kv_on_device.pop(victims[-1]).size_bytes
         return victims
 
     def release(self, claim: Claim) -> None:
@@ -102,4 +103,4 @@ class Ledger:
 
     def _idle(self) -> list[SessionKey]:
         busy = self.busy
-        return [key for key in self.kv_on_device.sessions() if key not in busy]
+        return [key for key in self.kv_on_device if key not in busy]
