@@ -110,7 +110,6 @@ class Store:
         self._opened = opened
         self._index = opened.index
         self._remover = remover
-        self._lost: Callable[[], None] = lambda: None
         queue.on_end = self._write_ended
 
     @classmethod
@@ -155,7 +154,7 @@ class Store:
         The event loop calls it after snapshots were not written, failed verification, or were erased together
         with another session's. An eviction does not call it.
         """
-        self._lost = self._remover.lost = lost
+        self._remover.lost = lost
 
     def stats(self) -> SnapshotStats:
         """Return the current counts: snapshots by outcome, and the use of the disk."""
@@ -210,4 +209,4 @@ class Store:
             self.remote.offer(node)
         self.quota.check()
         if write.abandoned != "cancelled" and (write.abandoned or write.state is WriteState.FAILED):
-            self._lost()
+            self._remover.lost()

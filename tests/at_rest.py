@@ -46,7 +46,7 @@ STAYS: Final = {
     "Gateway": "routes",
     "Groundwork": "copies",
     "Intake": "_fetch_bytes _num_to_come",
-    "Ledger": "max_bytes",
+    "Ledger": "max_bytes kv_on_device",
     "NatsWire": "_num_to_try",
     "Quota": "max_bytes min_free_bytes _most_queued_bytes",
     "Retention": "max_bytes",
@@ -76,10 +76,10 @@ STAYS: Final = {
     "SyncedEntries": "_seen",
     "WriteQueue.": "free_bytes quarantined_bytes",
     # The KV of idle sessions on the device.
-    **dict.fromkeys(("_Kv", "ResidentKv", "Tokens", "Chain"), "*"),
+    **dict.fromkeys(("KvOnDevice", "ResidentKv", "Tokens", "Chain"), "*"),
     "IdleKv": "_resident",
-    "KvOnDevice": "_kv num_bytes",
-    "UnsavedKv": "_lacking",
+    **dict.fromkeys(("Engine", "KvFinder"), "_kv_on_device"),
+    "UnsavedKv": "_lacking _kv_on_device",
     # What has a rule below.
     "Cutter.": "taken_bytes _cut_bytes",
     "_Tenant": "waiting at_work",
@@ -237,17 +237,9 @@ def _index_of_sessions(one: Any) -> _Sums:
     yield "requests", {(key, request.session.name) for key, request in one.asked.items()}, asked
 
 
-def _ledger(one: Any) -> _Sums:
-    yield "reserved bytes", one._reserved_bytes, sum(one._reserved.values())
-
-
-def _kv_on_device(one: Any) -> _Sums:
-    yield "bytes", one.num_bytes, sum(kv.size_bytes for kv in one._kv.values())
-
-
 def _engine_at_rest(one: Any) -> _Sums:
     on_device = {key: len(kv.tokens) for key, kv in one._device._runner.idle_kv._resident.items()}
-    yield "KV on the device", {key: len(kv.tokens) for key, kv in one._kv_on_device._kv.items()}, on_device
+    yield "KV on the device", {key: len(kv.tokens) for key, kv in one._kv_on_device.items()}, on_device
     cutter = one._device._runner.cutter
     yield "bytes of snapshots taken from the device", cutter.taken_bytes, cutter._cut_bytes
 
@@ -290,8 +282,6 @@ def _store_at_rest(one: Any) -> _Sums:
 #: Sums that agree at any time between two steps of the event loop, by class.
 _ALWAYS: Final[dict[str, Callable[[Any], _Sums]]] = {
     "Intake": _intake,
-    "KvOnDevice": _kv_on_device,
-    "Ledger": _ledger,
     "SessionIndex": _index_of_sessions,
     "Sessions": _sessions,
     "Store": _store,

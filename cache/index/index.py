@@ -49,9 +49,7 @@ class SnapshotIndex:
         #: By the digest of a prefix: the node that continues it, or all.
         self._children: dict[bytes, Node | set[Node]] = {}
         self.stored_bytes = 0
-        #: Bytes of nodes that are not stored yet.
-        self.on_its_way_bytes = 0
-        #: Bytes of nodes that a load or a turn uses, or that are queued for the disk.
+        #: Bytes of stored nodes that a load or a turn uses.
         self.held_bytes = 0
         #: The nodes that may be evicted, by `due`, and in the order of their positions. A node that was used
         #: since is moved only when its turn comes, so that a use costs nothing here.
@@ -137,17 +135,17 @@ class SnapshotIndex:
         if before is not None:
             node.parent = before.digest
         self._add_child(node)
-        self.on_its_way_bytes += size_bytes
-        self.held_bytes += size_bytes
         return node
 
     def mark_durable(self, node: Node) -> None:
         """Mark a node's file as complete on disk; unless a load or a turn uses the node, it is evictable."""
         node.durable = True
-        self.on_its_way_bytes -= node.size_bytes
         self.stored += 1
         self.stored_bytes += node.size_bytes
-        self._let_go(node)
+        if node.holds:
+            self.held_bytes += node.size_bytes
+        else:
+            self._put_due(node)
 
     def remove(self, node: Node) -> None:
         """Remove a node."""
@@ -155,10 +153,7 @@ class SnapshotIndex:
         if node.durable:
             self.stored -= 1
             self.stored_bytes -= node.size_bytes
-        else:
-            self.on_its_way_bytes -= node.size_bytes
-        if not node.evictable:
-            self.held_bytes -= node.size_bytes
+            self.held_bytes -= node.size_bytes if node.holds else 0
         siblings = self._children[node.parent]
         if isinstance(siblings, set) and len(siblings) > 1:
             siblings.remove(node)
@@ -189,16 +184,10 @@ class SnapshotIndex:
         """Undo one `hold` of these nodes, some of which may have been removed meanwhile."""
         for node in nodes:
             node.holds -= 1
-            if node.durable and not node.holds and self.has(node):
-                self._let_go(node)
-
-    def _let_go(self, node: Node) -> None:
-        """Count a node that is on disk as evictable, unless a load or a turn uses it."""
-        if node.holds:
-            return
-        self.held_bytes -= node.size_bytes
-        if node.due is None:
-            self._put_due(node)
+            if node.evictable and self.has(node):
+                self.held_bytes -= node.size_bytes
+                if node.due is None:
+                    self._put_due(node)
 
     def _put_due(self, node: Node) -> None:
         node.due = node.used
@@ -221,7 +210,7 @@ class SnapshotIndex:
                     return node
                 nodes.pop().due = None
                 if node.evictable:
-                    self._put_due(node)  # else `_let_go` does it
+                    self._put_due(node)  # else `release` does it
             del self._due[heapq.heappop(self._uses)]
         return None
 

@@ -71,9 +71,7 @@ class Quota:
     def usage(self) -> DiskUsage:
         """Return the current use of the disk."""
         used = self._index.stored_bytes + self._queue.counts.in_flight_bytes
-        free, held = -self._excess(), self._index.held_bytes
-        # A snapshot that was forgotten during its write is still in flight, but no longer in the index.
-        held += self._queue.counts.in_flight_bytes - self._index.on_its_way_bytes
+        free, held = -self._excess(), self._index.held_bytes + self._queue.counts.in_flight_bytes
         return DiskUsage(capacity=used + free, free=free, held=held, evictable=used - held)
 
     def has_room(self, size_bytes: int, used: int) -> bool:

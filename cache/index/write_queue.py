@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import queue
-import threading
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import structlog
 
 from cache.disk.disk_work import DiskWork, FreedSpace, Write, WriteState
+from cache.disk.io_threads import IoThreads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -45,17 +45,6 @@ LONGEST_PAUSE_S: Final = 60.0
 
 def _nothing(_: object = None) -> None:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """One job: `work` runs on the writer thread, then `done` on the event loop, with the result of `work`.
-
-    After a fault of the program the result is None.
-    """
-
-    work: Callable[[], Any]
-    done: Callable[[Any], None] = _nothing
 
 
 @dataclass(slots=True)
@@ -97,10 +86,8 @@ class WriteQueue:
         self._pause_s = 0.0
         self._paused_until = 0.0
         self._in_flight: dict[Node, Write] = {}
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="turnkeep-writer", daemon=True)
-        self._thread.start()
+        self._thread = IoThreads("writer", 1)
 
     @property
     def paused(self) -> bool:
@@ -145,7 +132,7 @@ class WriteQueue:
         self.counts.in_flight += 1
         self.counts.in_flight_bytes += write.row.size_bytes
         self._in_flight[node] = write
-        self._jobs.put(_Job(partial(self._disk.write, write), lambda _: self._ended(node, write)))
+        self._queue(partial(self._disk.write, write), lambda _: self._ended(node, write))
 
     def abandon(self, node: Node, reason: DropReason | Literal["cancelled"]) -> None:
         """Abandon a node's write, if any. The write counts as in flight until the thread takes it."""
@@ -171,27 +158,27 @@ class WriteQueue:
         freed = FreedSpace(sum(row.size_bytes for row in rows))
         self.unlinking_bytes += freed.removed_bytes
         work = partial(self._disk.unlink, rows, quarantined=quarantined)
-        self._jobs.put(_Job(partial(self._disk.measured, freed, work), lambda _: self._unlinked(freed)))
+        self._queue(partial(self._disk.measured, freed, work), lambda _: self._unlinked(freed))
 
     def measure(self) -> None:
         """Measure the disk soon; every job does, so this queues an empty one if none is waiting."""
-        if self._jobs.empty():
-            self._jobs.put(_Job(_nothing))
+        if not self._thread.num_waiting:
+            self._queue(_nothing)
 
     def use(self, used: int, digests: Sequence[bytes]) -> None:
         """Queue a change of the catalog that stores the time at which snapshots were used together."""
         if digests:
             uses = [(used, digest) for digest in digests]
-            self._jobs.put(_Job(partial(self._disk.use, uses)))
+            self._queue(partial(self._disk.use, uses))
 
     def note_identity(self, identity: bytes, block: int, model: str) -> None:
         """Queue adding a new model identity to the catalog's list of identities that have snapshots."""
         if identity not in self._disk.noted:
-            self._jobs.put(_Job(partial(self._disk.note_identity, identity, block, model)))
+            self._queue(partial(self._disk.note_identity, identity, block, model))
 
     def note_erased(self, erased: ErasureProgress) -> None:
         """Queue a change of the catalog that stores how far a log's erasures are carried out."""
-        self._jobs.put(_Job(partial(self._disk.note_erased, erased)))
+        self._queue(partial(self._disk.note_erased, erased))
 
     def erase(self, is_of: Callable[[Name], bool]) -> asyncio.Future[bool | None]:
         """Queue `DiskWork.erase`, which erases what is left of snapshots after their `unlink`.
@@ -199,23 +186,27 @@ class WriteQueue:
         The future's result is whether certainly none is left, even after a crash; None after a fault of the
         program.
         """
-        return self._queued(partial(self._disk.erase, is_of))
+        return self._result(partial(self._disk.erase, is_of))
 
     def clear(self) -> asyncio.Future[bool | None]:
         """Abandon every write, and queue the erasure of all files and rows; the result is that of `erase`."""
         for write in self._in_flight.values():
             write.abandon("cancelled")
-        return self._queued(partial(self._disk.erase, None))
+        return self._result(partial(self._disk.erase, None))
 
-    def _queued(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+    def _queue(self, work: Callable[[], Any], done: Callable[[Any], None] = _nothing) -> None:
+        """Queue `work` for the thread; then `done` gets its result, None after a fault of the program."""
+        self._thread.submit(partial(self._run, work, done))
+
+    def _result(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         result: asyncio.Future[Any] = self._loop.create_future()
         # The waiting task may have been cancelled.
-        self._jobs.put(_Job(work, lambda found: None if result.done() else result.set_result(found)))
+        self._queue(work, lambda found: None if result.done() else result.set_result(found))
         return result
 
     async def barrier(self) -> None:
         """Wait until all jobs queued before this call are done and counted."""
-        await self._queued(_nothing)
+        await self._result(_nothing)
 
     async def drained(self, timeout_s: float | None = None) -> bool:
         """Wait until all earlier writes and removals are done; False after `timeout_s`."""
@@ -230,21 +221,16 @@ class WriteQueue:
         return True
 
     async def stop(self, timeout_s: float) -> bool:
-        """Abandon the queued writes, and end the thread; False if the thread did not end in time.
-
-        The thread is a daemon: a hanging system call does not delay the end of the process.
-        """
+        """Abandon the queued writes, and end the thread; False if the thread did not end in time."""
         for write in self._in_flight.values():
             write.abandon("cancelled")
-        self._jobs.put(None)
         # The thread's last completions run on the event loop before this coroutine resumes.
-        await asyncio.to_thread(self._thread.join, timeout_s)
-        return not self._thread.is_alive()
+        return await self._thread.close(timeout_s)
 
-    def _finish(self, job: _Job, result: object, measured: tuple[int, int] | None) -> None:
+    def _finish(self, done: Callable[[Any], None], result: object, measured: tuple[int, int] | None) -> None:
         if measured is not None:
             self.free_bytes, self.quarantined_bytes = measured
-        job.done(result)
+        done(result)
 
     def _unlinked(self, freed: FreedSpace) -> None:
         self.unlinking_bytes -= freed.removed_bytes
@@ -285,27 +271,15 @@ class WriteQueue:
             _log.info("snapshot_writes_recovered")
         self._pause_s = self._paused_until = 0.0
 
-    # The methods below run on the thread.
-
-    def _run(self) -> None:
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """Run one job; False at the end. A separate function, since its return frees the job's tensors."""
-        job = self._jobs.get()
-        if job is None:
-            return False
+    def _run(self, work: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Run one job on the thread."""
         result = measured = None
         try:
-            result = job.work()
+            result = work()
             measured = self._disk.measure()
-        except Exception:  # noqa: BLE001  # the thread must go on: barriers wait for it, removals need it
+        except Exception:  # noqa: BLE001  # barriers wait for the job's end, removals need it
             if not self._disk.has_failed:
                 _log.exception("snapshot_writer_failed")
             self._disk.has_failed = True
-        try:
-            self._loop.call_soon_threadsafe(self._finish, job, result, measured)
-        except RuntimeError:  # the event loop is closed
-            return False
-        return True
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._finish, done, result, measured)

@@ -27,7 +27,7 @@ from worker.device.request import PRIORITY_S, TurnRequest, place
 from worker.device.served_model import DeviceOptions
 from worker.engine.admission import Admission, Decision
 from worker.engine.engine import Engine
-from worker.engine.kv_on_device import KvOnDevice
+from worker.engine.kv_on_device import NO_KV, KvOnDevice
 from worker.engine.ledger import Claim, Ledger
 from worker.engine.port import DeviceFaultError
 from worker.observe.telemetry import Telemetry
@@ -85,7 +85,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         turn.granted, turn.is_paused = 0, False
         if turn.has:
             self.resident[key] = turn.has
-            self.ledger.kv_on_device.put(key, as_tokens([0]), turn.has)
+            self.ledger.kv_on_device[key] = KvOnDevice(as_tokens([0]), turn.has)
         if is_over:
             del self.turns[turn.claim]
             self.carry_out(self.admission.release(turn.claim))
@@ -132,7 +132,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(num_dropped=st.integers(1, 4))
     def lose(self, num_dropped: int) -> None:
         """The device is short of memory and drops some sessions' KV."""
-        for key_ in self.ledger.kv_on_device.sessions()[:num_dropped]:
+        for key_ in [*self.ledger.kv_on_device][:num_dropped]:
             self.resident.pop(key_, None)
             self.ledger.kv_on_device.pop(key_)
 
@@ -183,7 +183,7 @@ def leave(admission: Admission, claim: Claim, size: int = 0) -> list[str]:
 
 def idle(admission: Admission, claim: Claim, size: int) -> None:
     if size:
-        admission._ledger.kv_on_device.put(claim.key, as_tokens([0]), size)
+        admission._ledger.kv_on_device[claim.key] = KvOnDevice(as_tokens([0]), size)
 
 
 #: The names of a test's turns, and its latest decisions in words.
@@ -357,9 +357,9 @@ async def test_dropping_the_kv_of_chosen_sessions_spares_sessions_with_a_running
         await asyncio.sleep(0)
     assert engine.let_go(lambda one: one != key("other")) == {key("busy")}
     assert (await running).num_cached > 0
-    assert set(engine._kv_on_device.sessions()) == {key("busy"), key("other")}
+    assert set(engine._kv_on_device) == {key("busy"), key("other")}
     assert engine.let_go(lambda one: one != key("other")) == set()
-    assert engine._kv_on_device.sessions() == [key("other")]
+    assert [*engine._kv_on_device] == [key("other")]
 
 
 async def test_turns_of_higher_priority_that_wait_for_kv_memory_are_admitted_first(make_engine) -> None:
@@ -471,20 +471,17 @@ async def test_after_random_turns_the_event_loop_and_the_device_thread_agree_whi
 
     await asyncio.gather(*(session(index) for index in range(8)))
     assert drops.call_count > 5
-    idle = {key(f"s{i}") for i in range(8) if len(engine.ledger.kv_on_device.tokens(key(f"s{i}")))}
+    idle = set(engine.ledger.kv_on_device)
     await until(lambda: held_by(engine) == idle)  # what was dropped last
     assert engine.num_running == engine.num_waiting == 0
-    held = [engine.ledger.kv_on_device.tokens(key) for key in idle]
+    held = [engine.ledger.kv_on_device[key].tokens for key in idle]
     assert engine.ledger.used_bytes == sum(engine.size_bytes(len(tokens)) for tokens in held)
     for context, tokens in answers:
         assert tokens == alone(make_model("llama"), context, len(tokens))[0]
 
 
 def test_kv_on_the_device_is_reused_only_under_its_own_cache_policy_and_up_to_a_trimmable_position() -> None:
-    held = KvOnDevice()
-    held.put(SessionKey("t", "s"), as_tokens(range(10)), 100, earliest=4, policy=FULL)
+    held = KvOnDevice(as_tokens(range(10)), 100, earliest=4, policy=FULL)
     other = Policy(sink=4, window=128)
-    lengths = [held.num_usable(SessionKey("t", "s"), num, FULL) for num in (3, 4, 10, 11)]
-    assert lengths == [0, 4, 10, 0]
-    assert held.num_usable(SessionKey("t", "s"), 4, other) == 0
-    assert held.num_usable(SessionKey("t", "another"), 4, FULL) == 0
+    assert [held.num_usable(num, FULL) for num in (3, 4, 10, 11)] == [0, 4, 10, 0]
+    assert held.num_usable(4, other) == NO_KV.num_usable(4, FULL) == 0

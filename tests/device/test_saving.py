@@ -117,7 +117,7 @@ async def test_snapshots_of_an_answer_are_stored_only_after_its_tokens_are_publi
         saving = asyncio.create_task(engine.chores["saving"]())
         asked = TurnRequest(key("s"), as_tokens(PROMPT), answer=growing)
         running = asyncio.create_task(engine.run(asked, lambda: False, publish))
-        while key("s") not in engine._kv_on_device.sessions():  # noqa: ASYNC110  # it has drawn all
+        while key("s") not in engine._kv_on_device:  # noqa: ASYNC110  # it has drawn all
             await asyncio.sleep(0.01)
         drawn.set()
         await process.generate([*reversed(PROMPT)], 2, name="other")
@@ -254,7 +254,7 @@ async def test_a_gpu_failure_while_the_kv_of_an_idle_session_is_copied_ends_neit
             await quiet(process)
             assert failed.is_set()
             assert process.engine._device.is_alive
-        assert process.engine._kv_on_device.sessions() == [key("s")]
+        assert [*process.engine._kv_on_device] == [key("s")]
         assert process.engine._saving.unstored() == []
 
 

@@ -43,6 +43,7 @@ from worker.process.concurrency import task_group
 from .audit import Audit
 from .grants import Grants
 from .kv_lookup import KvFinder
+from .kv_on_device import NO_KV, KvOnDevice
 from .port import DeviceFaultError, EnginePort, StoppingError, TurnResult
 from .run import Run, phases_of, resolve
 from .unsaved_kv import UnsavedKv
@@ -137,7 +138,8 @@ class Engine(EnginePort):
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Count the bytes of a session's KV on the device that cover a prefix of `tokens`."""
-        return self._device.kv(policy).live(self._kv_on_device.tokens(key).num_common(tokens))
+        held = self._kv_on_device.get(key, NO_KV)
+        return self._device.kv(policy).live(held.tokens.num_common(tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Return the progress of a session's running turn; None if no turn runs."""
@@ -239,13 +241,13 @@ class Engine(EnginePort):
         if self._saving is not None:
             self._saving.discard(key)
             self._saving.save_logged()
-        if self._kv_on_device.pop(key):
+        if self._kv_on_device.pop(key, None) is not None:
             self._device.drop(key)
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
         """Drop the KV on the device of the sessions that are meant; see `EnginePort.let_go`."""
         busy = self._at_work()
-        for key in filter(is_meant, set(self._kv_on_device.sessions()) - busy):
+        for key in filter(is_meant, set(self._kv_on_device) - busy):
             self.forget(key)
         return set(filter(is_meant, busy))
 
@@ -295,7 +297,7 @@ class Engine(EnginePort):
                 self._end_turn(event)
             case DroppedKv(keys):  # turns of these sessions that are not submitted yet reuse less
                 for key in keys:
-                    self._kv_on_device.pop(key)
+                    self._kv_on_device.pop(key, None)
             case SnapshotCut(turn, span) if (audited := turn.request.audited) is not None:
                 if span == audited.span:
                     audited.tensors = event.tensors
@@ -318,7 +320,7 @@ class Engine(EnginePort):
     def _end_turn(self, end: FinishedTurn | FaultedTurn) -> None:
         """Release an ended turn's memory at once; if its run goes on, request memory for its next turn."""
         run, request = self._turns.pop(end.turn), end.turn.request
-        self._kv_on_device.pop(request.key)
+        self._kv_on_device.pop(request.key, None)
         if isinstance(end, FinishedTurn):
             self._keep(run, end)
         run.turn = None
@@ -342,7 +344,8 @@ class Engine(EnginePort):
             size_bytes = self.size_bytes(num_cached, request.policy)
             tokens = request.tokens(num_cached)
             used = 0 if self._store is None else self._store.kv.next_use()
-            self._kv_on_device.put(request.key, tokens, size_bytes, end.earliest, request.policy, used)
+            held = KvOnDevice(tokens, size_bytes, end.earliest, request.policy, used)
+            self._kv_on_device[request.key] = held
             if self._saving is not None and end.turn.plan.chain is not None:
                 self._saving.end_turn(request.key, end.cost.num_uncut)
 

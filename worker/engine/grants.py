@@ -13,6 +13,7 @@ import structlog
 from worker.device.memory import GROWTH_TOKENS, capacity
 
 from .admission import Admission
+from .kv_on_device import NO_KV
 from .run import Run, resolve
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Grants:
     def _price(self, run: Run) -> int:
         """Return the bytes to request for a run: the size of its KV at `num_asked` tokens."""
         # A rewound session keeps its memory until its turn ends: trimming frees nothing.
-        num_tokens = max(run.num_asked, len(self._ledger.kv_on_device.tokens(run.key)))
+        num_tokens = max(run.num_asked, len(self._ledger.kv_on_device.get(run.key, NO_KV).tokens))
         # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
         kv = self._device.kv(run.request.policy)
         allocated = kv.held(capacity(num_tokens), ahead=self._piece_tokens)

@@ -19,6 +19,7 @@ from worker.device.memory import GROWTH_TOKENS
 from worker.device.turn import DeviceTurn, KvRead, TurnPlan
 from worker.observe.traces import Phase
 
+from .kv_on_device import NO_KV
 from .run import resolve
 
 if TYPE_CHECKING:
@@ -129,8 +130,9 @@ class KvFinder:
         # KV that cannot be trimmed must leave the context's last token for the turn to run.
         num_usable = len(request.context) - (not self._device.kv(request.policy).is_plain)
         num_usable = min(num_usable, len(request.reusable))
-        num_kept = min(self._kv_on_device.tokens(request.key).num_common(request.context), num_usable)
-        num_kept = self._kv_on_device.num_usable(request.key, num_kept, request.policy)
+        held = self._kv_on_device.get(request.key, NO_KV)
+        num_kept = min(held.tokens.num_common(request.context), num_usable)
+        num_kept = held.num_usable(num_kept, request.policy)
         source, num_shared = self._find_source(request, num_kept, submitted)
         spans = () if request.audited is None else (request.audited.span,)
         return TurnPlan(num_kept, source=source, spans=spans), num_usable, max(num_kept, num_shared)
@@ -225,8 +227,7 @@ class KvFinder:
         if len(context) <= most:
             return None, 0
         busy = self._ledger.busy
-        every = self._kv_on_device.sessions()
-        idle = ((key, self._kv_on_device.tokens(key)) for key in every if key not in busy)
+        idle = ((key, held.tokens) for key, held in self._kv_on_device.items() if key not in busy)
         others = (turn.request for turn in submitted if turn.request.key != request.key)  # not its abandoned
         running = ((other.key, other.context) for other in others if other.policy == request.policy)
         for key, tokens in chained(idle, running):
@@ -235,7 +236,7 @@ class KvFinder:
             # Compare one token first: most sessions differ there.
             if tokens[most] != context[most] or (num := tokens.num_common(context)) <= most:
                 continue
-            if key in busy or self._kv_on_device.num_usable(key, num, request.policy):
+            if key in busy or self._kv_on_device.get(key, NO_KV).num_usable(num, request.policy):
                 found, most = key, num
         return found, most if found else 0
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .kv_on_device import KvOnDevice
-
 if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
+
+    from .kv_on_device import KvOnDevice
 
 
 @dataclass(slots=True, eq=False)
@@ -41,15 +41,15 @@ class Ledger:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.kv_on_device = KvOnDevice()
+        #: The sessions with KV on the device, least recently used first.
+        self.kv_on_device: dict[SessionKey, KvOnDevice] = {}
         self._reserved: dict[Claim, int] = {}
-        self._reserved_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved by running turns and held by idle sessions."""
-        in_use = sum(self.kv_on_device.size_bytes(key) for key in self.busy)
-        return self._reserved_bytes + self.kv_on_device.num_bytes - in_use
+        idle_bytes = sum(self.kv_on_device[key].size_bytes for key in self._idle())
+        return sum(self._reserved.values()) + idle_bytes
 
     @property
     def num_resident(self) -> int:
@@ -75,7 +75,7 @@ class Ledger:
 
         Counts what other turns have reserved, but not the KV of idle sessions.
         """
-        return self._reserved_bytes - self.reserved(claim) + size_bytes - self.max_bytes
+        return sum(self._reserved.values()) - self.reserved(claim) + size_bytes - self.max_bytes
 
     def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:
         """Reserve `size_bytes` for a turn; the idle KV of its own session counts as free memory.
@@ -85,13 +85,12 @@ class Ledger:
         """
         if self.excess(claim, size_bytes) > 0:
             return None
-        self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
         self._reserved[claim] = size_bytes
         victims: list[SessionKey] = []
-        idle = iter(self._idle())
-        while self.used_bytes > self.max_bytes:
+        idle, lacking = iter(self._idle()), self.used_bytes - self.max_bytes
+        while lacking > 0:
             victims.append(next(idle))
-            self.kv_on_device.pop(victims[-1])
+            lacking -= self.kv_on_device.pop(victims[-1]).size_bytes
         return victims
 
     def release(self, claim: Claim) -> None:
@@ -100,8 +99,8 @@ class Ledger:
         Unless its next turn has reserved memory by now, the session then counts as idle, with the bytes of
         its resident KV.
         """
-        self._reserved_bytes -= self._reserved.pop(claim, 0)
+        self._reserved.pop(claim, None)
 
     def _idle(self) -> list[SessionKey]:
         busy = self.busy
-        return [key for key in self.kv_on_device.sessions() if key not in busy]
+        return [key for key in self.kv_on_device if key not in busy]

@@ -24,6 +24,8 @@ import structlog
 from worker.device.request import TurnRequest
 from worker.device.turn import DeviceTurn, SnapshotCut, TurnPlan
 
+from .kv_on_device import NO_KV
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -50,7 +52,7 @@ class UnsavedKv:
     def __init__(
         self,
         store: Store,
-        kv_on_device: KvOnDevice,
+        kv_on_device: dict[SessionKey, KvOnDevice],
         at_work: Callable[[], set[SessionKey]],
         copy: Callable[[DeviceTurn], None],
         kv: Callable[[Policy], KvSize],
@@ -90,7 +92,7 @@ class UnsavedKv:
         request, chain = cut.turn.request, cut.turn.plan.chain
         try:
             tokens = request.tokens(cut.span.end)
-            used = None if run is not None else self._kv_on_device.used(request.key)
+            used = None if run is not None else self._kv_on_device.get(request.key, NO_KV).used
             is_queued = chain is not None and self._store.kv.save(chain, tokens, cut.span, cut.tensors, used)
             if is_queued and cut.turn is self._copied:
                 self._lacking[request.key] = 0.0
@@ -153,12 +155,12 @@ class UnsavedKv:
 
     def unstored(self) -> list[int]:
         """Return, for each session whose KV on the device is not all on disk, how many tokens are not."""
-        keys = [one for one in self._kv_on_device.sessions() if self._kv_on_device.policy(one).has_snapshots]
-        return [num for key in keys if (num := self._num_unstored(key))]
+        found = [(key, held) for key, held in self._kv_on_device.items() if held.policy.has_snapshots]
+        return [num for key, held in found if (num := self._num_unstored(key, held))]
 
     def _lost(self) -> None:
         """Look at every session, since snapshots are missing: their files have no session's name."""
-        for key in (*self._kv_on_device.sessions(), *self._at_work()):
+        for key in (*self._kv_on_device, *self._at_work()):
             self._note(key)
 
     def _note(self, key: SessionKey) -> None:
@@ -166,17 +168,16 @@ class UnsavedKv:
         self._lacking[key] = 0.0
         self._changed.set()
 
-    def _num_unstored(self, key: SessionKey) -> int:
-        tokens, policy = self._kv_on_device.tokens(key), self._kv_on_device.policy(key)
-        chain = self._store.kv.chain(key.tenant, policy, tokens)
-        return len(tokens) - self._store.kv.find(chain, tokens).num_tokens
+    def _num_unstored(self, key: SessionKey, held: KvOnDevice) -> int:
+        chain = self._store.kv.chain(key.tenant, held.policy, held.tokens)
+        return len(held.tokens) - self._store.kv.find(chain, held.tokens).num_tokens
 
     def _missing(self, key: SessionKey) -> list[Span]:
         """Return the spans of a session's KV on the device that are neither stored nor queued."""
-        tokens, policy = self._kv_on_device.tokens(key), self._kv_on_device.policy(key)
-        if not policy.has_snapshots:
+        held = self._kv_on_device.get(key, NO_KV)
+        if not held.policy.has_snapshots:
             return []
-        return self._store.kv.wanted(self._store.kv.chain(key.tenant, policy, tokens), tokens)
+        return self._store.kv.wanted(self._store.kv.chain(key.tenant, held.policy, held.tokens), held.tokens)
 
     def _due(self) -> list[SessionKey]:
         """List the sessions to look at now, the most recently active one first."""
@@ -195,23 +196,25 @@ class UnsavedKv:
             if not (spans := self._missing(key)):
                 self.discard(key)
                 continue
-            kv = self._kv(self._kv_on_device.policy(key))
+            held = self._kv_on_device[key]
+            kv = self._kv(held.policy)
             sizes = [kv.snapshot(span.num_tokens, at=span.end) for span in spans]
-            if self._store.quota.has_room(min(sizes), self._kv_on_device.used(key)):
-                return self._copy(key, spans, sizes, spare_bytes)
+            if self._store.quota.has_room(min(sizes), held.used):
+                return self._copy(key, held, spans, sizes, spare_bytes)
             # Nor is there room for the other sessions, which were used earlier.
             self._lacking |= dict.fromkeys(due[i:], time.monotonic() + _RETRY_S)
             break
         return False
 
-    def _copy(self, key: SessionKey, spans: list[Span], sizes: list[int], spare_bytes: int) -> bool:
-        tokens, policy = self._kv_on_device.tokens(key), self._kv_on_device.policy(key)
+    def _copy(
+        self, key: SessionKey, held: KvOnDevice, spans: list[Span], sizes: list[int], spare_bytes: int
+    ) -> bool:
         num_fitting = sum(size_bytes <= spare_bytes for size_bytes in accumulate(sizes))
         if not num_fitting and not self._store.queue.is_idle:
             return False
-        chain = self._store.kv.chain(key.tenant, policy, tokens)
+        chain = self._store.kv.chain(key.tenant, held.policy, held.tokens)
         plan = TurnPlan(chain=chain, spans=tuple(spans[: max(num_fitting, 1)]))
-        self._copied = DeviceTurn(TurnRequest(key, tokens, policy), plan)
+        self._copied = DeviceTurn(TurnRequest(key, held.tokens, held.policy), plan)
         self._lacking[key] = time.monotonic() + _RETRY_S
         self._copy_spans(self._copied)
         return True
