@@ -119,7 +119,7 @@ async def test_entries_that_several_workers_store_at_once_in_a_full_log_are_all_
             raises.extend([what] if config else [])
             return await super().ask(what, config)
 
-    rooms = [Room(nc, nc.jetstream(), worker.client.subjects.log_stream) for _ in range(4)]
+    rooms = [Room(nc, worker.client.subjects.log_stream) for _ in range(4)]
     bodies = [b"x" * 20 * n for n in range(1, 26)]
     await asyncio.gather(*(rooms[0].publish(subject, body) for body in bodies))
     assert len(raises) <= len(bodies), "the entries of one worker take turns"
