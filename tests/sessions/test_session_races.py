@@ -7,10 +7,12 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from msgspec import structs
 from session_world import STORED, World
 from structlog.testing import capture_logs
 
 from cache.names.policy import FULL
+from turnkeep_client.log import EXPECT_HEADER
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -26,6 +28,7 @@ from turnkeep_client.messages import (
     Open,
     decode_result,
     encode,
+    failure,
 )
 from worker.engine.port import DeviceFaultError
 from worker.models.vision.image_file import ImageError
@@ -459,6 +462,27 @@ async def test_a_cancel_searches_the_log_again_if_nats_lost_entries_during_the_s
     assert (cancelled.id, cancelled.was) == ("g", "waiting")
     (result,) = [decode_result(entry.body) for entry in world.log.entries if entry.kind == "out"]
     assert result.seq == 1
+
+
+async def test_a_cancel_stores_no_second_result_if_another_worker_answers_and_the_session_is_read_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks for the request's chunks meanwhile, before it stores the result."""
+    await world.ask(Append(id="a", text="one"))
+    seq = world.publish(Generate(id="g", text="x", max_tokens=4))
+    read = world.log.chunks.read
+
+    async def overtaken(*asked: Any) -> Any:
+        if len(world.results) == 1:
+            refused = structs.replace(failure("g", "overloaded", "too many"), seq=seq)
+            world.log.add("out", encode(refused), {EXPECT_HEADER: "2"})
+            world.session.forget()  # as the session's task does
+        return await read(*asked)
+
+    monkeypatch.setattr(world.log.chunks, "read", overtaken)
+    cancelled = await cancel(world.session, "g")
+    assert isinstance(cancelled, Failed)
+    assert [result.seq for result in world.results] == [1, seq]
 
 
 @pytest.mark.parametrize("late", ["page", "read"])

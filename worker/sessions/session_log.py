@@ -363,7 +363,8 @@ class FencedLog:
         # If the ack of a close is late, the log must still have its result to show that it was stored.
         removal = self._services.retention.lock(self.key) if closes else nullcontext()
         async with self._lock, removal:
-            if record is not self.record or not record.lacks_result(pending):
+            # An empty record, of a log that is about to be read again, knows of no result.
+            if record is not self.record or not record.folded or not record.lacks_result(pending):
                 return None
             if waits and record.is_next(pending):
                 return None
