@@ -82,7 +82,7 @@ SIZES = {
     "commands": 7_000,
     "gateway": 7_999,
     "ops": 5_537,
-    "protocol": 7_309,
+    "protocol": 7_313,
     "tests": 73_384,
     "tests/bench": 1_058,
     "tests/cache": 6_755,

@@ -334,8 +334,8 @@ async def _ends(
 ) -> dict[SessionKey, End]:
     places = asyncio.Semaphore(_AT_ONCE)
 
-    async def end(key: SessionKey) -> End:
-        entry = stream.entry(results[key]) if key in results else None
+    async def end(key: SessionKey, result: Stored | None) -> End:
+        entry = stream.entry(result) if result else None
         answered = LoggedResult(entry, decoded(decode_result, entry.body)) if entry else None
         last = answered.result if answered else None
         changed = answered if last is not None and changes_session(last) else None
@@ -347,10 +347,14 @@ async def _ends(
                 async for log in tails(stream, key):
                     if (changed := last_change(log)) is not None:
                         break
+        if result is None and not waiting:  # it was answered after the results were read
+            async for _, one in stream.last([key], "out"):
+                return await end(key, one)
         return End(answered, waiting, changed)
 
     keys = [*{**results, **asked}]
-    found = dict(zip(keys, await asyncio.gather(*map(end, keys)), strict=True))
+    read = await asyncio.gather(*(end(key, results.get(key)) for key in keys))
+    found = dict(zip(keys, read, strict=True))
     return {key: one for key, one in found.items() if one.answered or one.waiting}
 
 
