@@ -20,6 +20,9 @@ from tests.parts import LocalWorker
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Append, Appended, Model, Parent, encode, failure
+from turnkeep_client.session_log import ends
+from turnkeep_client.stream import LogStream
+from turnkeep_client.subjects import SessionKey
 from worker.sessions.dead_letters import RequestAttempts
 
 Start = Callable[..., Awaitable[LocalWorker]]
@@ -506,3 +509,22 @@ async def test_dropping_a_dead_letter_keeps_its_request_in_the_log(bitten: Local
         again.stderr
         == "turnkeep: session s has no dead letter of a request bad; see turnkeep sessions --state dead\n"
     )
+
+
+async def test_a_session_that_is_answered_while_its_end_is_read_has_that_answer(worker: LocalWorker) -> None:
+    """Its request is read before the answer is stored, and its results too."""
+
+    class Early(LogStream):
+        has_read = False
+
+        async def last(self, keys: Any, kind: Any) -> Any:
+            is_early = kind == "out" and not self.has_read
+            self.has_read = self.has_read or is_early
+            async for one in super().last(() if is_early else keys, kind):
+                yield one
+
+    await worker.client.session("s").append(text="hello")
+    key, wire = SessionKey("default", "s"), worker.client._wire
+    found = await ends(Early(wire, wire.subjects), {key: {"in": 1}})
+    assert found[key].answered is not None
+    assert found[key].waiting == ()
