@@ -28,6 +28,7 @@ def collect(parts: Parts) -> Metrics:
     """Build the message of a running worker from the parts' current counters. Event loop only."""
     ground, engine, intake = parts.ground, parts.engine, parts.intake
     model, store = ground.model, ground.store
+    num_running = engine.num_running - engine.num_unplaced
     recorded = ground.members.has_record and parts.journal.writes.are_stored
     return Metrics(
         worker=ground.settings.worker,
@@ -39,13 +40,13 @@ def collect(parts: Parts) -> Metrics:
         drains=ground.members.me.drains,
         recorded=recorded,
         refusal="" if recorded else ground.members.refusal or parts.journal.writes.refusal,
-        waiting=max(intake.num_sessions - engine.num_running, 0),
+        waiting=max(intake.num_sessions - num_running, 0),
         waiting_for_memory=engine.num_waiting,
         returned=intake.num_returned,
         log_bytes=parts.retention.num_bytes,
         log_max_bytes=parts.retention.max_bytes,
         max_message_bytes=ground.settings.max_message_bytes,
-        running=engine.num_running,
+        running=num_running,
         sessions=len(parts.sessions),
         sessions_by_policy=parts.sessions.by_policy(),
         resident_sessions=engine.ledger.num_resident,

@@ -168,7 +168,9 @@ class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"
         dict[str, int],
         _counter("Entries and chunks that no worker can have published.", "kind", name="ignored_entries"),
     ] = {}
-    running: Annotated[int, _gauge("Sessions with a turn on the device.", name="running_sessions")]
+    running: Annotated[
+        int, _gauge("Sessions whose prompt or answer runs on the device.", name="running_sessions")
+    ]
     sessions: Annotated[int, _gauge("Sessions in memory.")]
     sessions_by_policy: Annotated[
         dict[str, int], _gauge("Sessions in memory, by cache policy.", "policy", name="policy_sessions")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import nats.errors
@@ -239,6 +240,24 @@ async def test_snapshot_counts_in_metrics_add_up_and_request_counts_match_the_an
     assert last.snapshots.stored_bytes > last.snapshots.stored * TINY_KV_BYTES
     assert 0 < last.mlx_active_bytes <= last.mlx_peak_bytes
     assert last.process_bytes > 0
+
+
+@pytest.mark.real
+async def test_a_prefilled_request_that_lacks_a_place_in_the_batch_counts_as_waiting_until_its_first_token(
+    wire: Start, endless_model: Path
+) -> None:
+    client: Client = (await wire(model=str(endless_model), max_batch=1)).worker.client
+    first = client.session("first").generate(text="eee", max_tokens=1900)
+    chunks = aiter(first)
+    await anext(chunks)
+    second = asyncio.create_task(client.session("second").generate(text="abc", max_tokens=4).wait())
+    metrics = await seen(client, lambda m: m.running + m.waiting == 2 and m.resident_kv_bytes > 0)
+    assert (metrics.running, metrics.waiting, metrics.waiting_for_memory) == (1, 1, 0)
+    await first.cancel()
+    answer = await second
+    assert answer.seconds.first_token / 2 < answer.seconds.queued <= answer.seconds.first_token
+    metrics = await seen(client, lambda m: m.requests.get("generate") == {"ok": 2})
+    assert metrics.queue_time.sum >= answer.seconds.queued
 
 
 async def test_an_ask_request_interrupted_by_a_worker_stop_gets_an_error_and_is_answered_after_a_restart(

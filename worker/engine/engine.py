@@ -124,6 +124,11 @@ class Engine(EnginePort):
         return len(self.ledger.running)
 
     @property
+    def num_unplaced(self) -> int:
+        """Number of running turns that are prefilled, and wait for one of `max_batch` places."""
+        return sum(run.unplaced_since is not None for run in self._runs.values() if self.ledger.reserved(run))
+
+    @property
     def num_waiting(self) -> int:
         """Number of turns that wait for device memory and have reserved none."""
         return self._grants.admission.num_waiting

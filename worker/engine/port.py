@@ -45,7 +45,7 @@ class TurnResult:
     #: The bytes of the session's KV on the device.
     live_bytes: int
     prefill_s: float
-    #: By the monotonic clock.
+    #: By the monotonic clock. `started_s` is later by the time that the turn waited for a place in the batch.
     started_s: float
     first_token_s: float
 

@@ -68,6 +68,8 @@ class Run(Claim):
     prefill_s: float = 0.0
     started_s: float | None = None
     first_token_s: float | None = None
+    unplaced_since: float | None = None  # since when it is prefilled, and lacks a place in the batch
+    unplaced_s: float = 0.0  # how long it has lacked one
 
     @property
     def is_stopped(self) -> bool:
@@ -85,17 +87,25 @@ class Run(Claim):
 
     def begin(self, num_found: int) -> None:
         """Note that a turn of the run begins with the KV of `num_found` tokens."""
-        self.num_cached = num_found
+        self.note_prefilled(num_found)
         if num_found > self.num_found:
             self.num_found, self.num_gaps = num_found, 0
 
     def note_prefilled(self, num_cached: int) -> None:
         """Note that the first `num_cached` tokens of the context have KV by now."""
         self.num_cached = num_cached
+        self._note_place(is_missing=self.request.draws and num_cached == self.request.target - 1)
 
     def note_drawn(self, num_drawn: int) -> None:
         """Note that the device has drawn the first `num_drawn` tokens of the answer."""
         self.num_generated, self.num_lost = num_drawn, 0
+        self._note_place(is_missing=False)
+
+    def _note_place(self, *, is_missing: bool) -> None:
+        """Note whether the turn is prefilled but lacks a place in the batch; count how long it did."""
+        now_s = monotonic()
+        self.unplaced_s += now_s - (self.unplaced_since or now_s)
+        self.unplaced_since = now_s if is_missing else None
 
     def must_stop_waiting(self) -> bool:
         """Whether the run must end or pause, and so wait for nothing any more."""
@@ -103,6 +113,7 @@ class Run(Claim):
 
     def count(self, request: TurnRequest, cost: TurnCost, live_bytes: int) -> None:
         """Add an ended turn to the run's cost. Tokens that are prefilled again after a pause count once."""
+        self._note_place(is_missing=False)
         if self.num_covered < request.num_prompt:
             num_reused = min(cost.num_reused, request.num_prompt)
             self.num_reused = num_reused if self.num_reused is None else min(self.num_reused, num_reused)
@@ -135,7 +146,7 @@ class Run(Claim):
             num_prefilled=self.num_covered - num_cached,
             live_bytes=self.live_bytes,
             prefill_s=self.prefill_s,
-            started_s=self.started_s or monotonic(),
+            started_s=(self.started_s or monotonic()) + self.unplaced_s,
             first_token_s=self.first_token_s or monotonic(),
         )
 

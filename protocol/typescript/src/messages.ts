@@ -628,7 +628,7 @@ export interface Metrics {
   max_message_bytes?: number;
   /** Entries and chunks that no worker can have published. */
   ignored?: Record<string, number>;
-  /** Sessions with a turn on the device. */
+  /** Sessions whose prompt or answer runs on the device. */
   running: number;
   /** Sessions in memory. */
   sessions: number;
