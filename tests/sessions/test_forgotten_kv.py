@@ -18,6 +18,7 @@ from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Closed
 from turnkeep_client.session import Session
 from turnkeep_client.subjects import SessionKey
+from worker.engine.port import StoppingError
 from worker.sessions import record
 from worker.sessions.record import Record, ResultParts
 from worker.sessions.session_log import FencedLog
@@ -156,6 +157,30 @@ async def test_forgetting_a_session_also_removes_snapshots_of_input_whose_reques
     await session.append(tokens=OTHER)
     await settled(session)
     await forget(session)
+    assert await all_gone(worker.client, tmp_path)
+
+
+async def test_forgetting_a_session_removes_snapshots_of_input_that_a_dead_worker_prefilled_and_that_expired(
+    local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result of the next worker says only that the request came too late."""
+    worker = await started(local_worker, endless_model)
+    engine, run, is_prefilled = worker.app._parts.engine, worker.app._parts.engine.run, asyncio.Event()
+
+    async def run_and_die(*asked: Any, **more: Any) -> Any:
+        await run(*asked, **more)
+        is_prefilled.set()
+        raise StoppingError
+
+    monkeypatch.setattr(engine, "run", run_and_die)
+    late = asyncio.create_task(worker.client.session("s").append(tokens=SOME, deadline_s=2))
+    await is_prefilled.wait()
+    assert await worker.app._store.queue.drained(10)
+    late.cancel()
+    await worker.stop()
+    await asyncio.sleep(2)
+    worker = await local_worker(model=str(endless_model))
+    await forget(worker.client.session("s"))
     assert await all_gone(worker.client, tmp_path)
 
 
