@@ -246,7 +246,10 @@ def run_until_signal(settings: Settings, work: Callable[[], Coroutine[Any, Any, 
     except NoWorkerError as error:
         helps = f"start a worker with: {command_line(settings, 'serve')}"
         if settings.nats is None and (held := holder(settings.data_dir)) is not None:
-            helps = f"the worker here (pid {held.pid}) has another --prefix, or is busy or stuck: see its log"
+            helps = (
+                f"the worker here (pid {held.pid}) loads its model, is busy or stuck, or has another --prefix"
+            )
+            helps += ": see its log"
         raise NoWorkerError(f"{error}; {helps}") from None
     except asyncio.CancelledError:
         _end_terminated()
