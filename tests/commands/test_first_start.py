@@ -155,7 +155,7 @@ def test_an_unanswered_command_reports_a_stuck_worker_if_one_runs_and_else_how_t
     settings = Settings(data_dir=tmp_path)
     with (
         locking(tmp_path, f'{{"pid": {os.getpid()}}}'),
-        pytest.raises(NoWorkerError, match="busy or stuck.*: see its log"),
+        pytest.raises(NoWorkerError, match=r"busy or stuck.*: see its log"),
     ):
         run_until_signal(settings, ask)
     with pytest.raises(NoWorkerError, match="start a worker with"):
