@@ -417,9 +417,10 @@ class Runner:
         if turn.request.embedding is not None and not turn.request.embedding.is_sound:
             raise UnsoundError
         start, turn.num_cached = turn.num_cached, turn.num_cached + num_tokens
-        turn.num_prefilled += max(min(turn.num_cached, turn.request.num_prompt) - start, 0)
+        num_prompt = max(min(turn.num_cached, turn.request.num_prompt) - start, 0)
+        turn.num_prefilled += num_prompt
         turn.prefill_s += step_s
-        self._emit(PrefilledPiece(turn, turn.num_cached))
+        self._emit(PrefilledPiece(turn, turn.num_cached, num_prompt))
         self._paging.end_piece(turn)
         if turn.row is not None:
             turn.caches = None

@@ -168,6 +168,8 @@ class PrefilledPiece:
 
     turn: DeviceTurn
     num_cached: int
+    #: How many of the piece's tokens were of the request's prompt, not of an answer that it continues.
+    num_prompt: int
 
 
 @dataclass(frozen=True, slots=True)

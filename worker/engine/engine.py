@@ -290,8 +290,11 @@ class Engine(EnginePort):
 
     def _handle_event(self, event: Event) -> None:
         match event:
-            case PrefilledPiece(turn, num_cached):
+            case PrefilledPiece(turn, num_cached, num_prompt):
                 self._turns[turn].note_prefilled(num_cached)
+                if turn.request.audited is None:
+                    self._telemetry.totals.prefilled_tokens += num_prompt
+                    self._telemetry.tenants.count_tokens("prefilled", turn.request.tenant, num_prompt)
             case SampledTokens():
                 self._sampled(event)
             case KvRequest(turn) | ImageRequest(
@@ -499,10 +502,6 @@ class Engine(EnginePort):
         result = run.result()
         if run.request.audited is not None:
             return result
-        num_cached, num_prefilled = result.num_cached, result.num_prefilled
-        self._telemetry.totals.cached_tokens += num_cached
-        self._telemetry.totals.prefilled_tokens += num_prefilled
-        tenants = self._telemetry.tenants
-        tenants.count_tokens("cached", run.key.tenant, num_cached)
-        tenants.count_tokens("prefilled", run.key.tenant, num_prefilled)
+        self._telemetry.totals.cached_tokens += result.num_cached
+        self._telemetry.tenants.count_tokens("cached", run.key.tenant, result.num_cached)
         return result
