@@ -28,7 +28,6 @@ from worker.device.turn import (
     FaultedTurn,
     FinishedTurn,
     ImageRequest,
-    KvRead,
     KvRequest,
     LostKvError,
     PrefilledPiece,
@@ -44,6 +43,7 @@ from .audit import Audit
 from .grants import Grants
 from .kv_lookup import KvFinder
 from .kv_on_device import NO_KV, KvOnDevice
+from .needs import NeedsReader
 from .port import DeviceFaultError, EnginePort, StoppingError, TurnResult
 from .run import Run, phases_of, resolve
 from .unsaved_kv import UnsavedKv
@@ -51,17 +51,13 @@ from .unsaved_kv import UnsavedKv
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from anyio.abc import TaskGroup
-
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
     from worker.device.device import Device
-    from worker.device.turn import ImageViews
     from worker.observe.telemetry import Telemetry
 
-    from .kv_lookup import TurnSnapshots
     from .ledger import Ledger
     from .port import Publish
 
@@ -102,6 +98,7 @@ class Engine(EnginePort):
         self._runs = self._grants.runs
         self._turns: dict[DeviceTurn, Run] = {}  # turns on the device, in order of submission, and their runs
         self._finder = KvFinder(device, store, ledger)
+        self._needs = NeedsReader(device, telemetry)
         self._saving, self._audit = None, None
         if store is not None:
             self._audit = Audit(self, store, telemetry, self._is_idle, self._has_spare)
@@ -109,7 +106,6 @@ class Engine(EnginePort):
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
-        self._looking = asyncio.Lock()
         #: The last report of the device.
         self.report = StepReport()
 
@@ -404,7 +400,7 @@ class Engine(EnginePort):
             run.started_s = run.started_s or monotonic()
             async with task_group() as reads:
                 if snapshots is not None or turn.request.context.spans:
-                    reads.start_soon(self._serve, run, snapshots, reads)
+                    reads.start_soon(self._needs.serve, run, snapshots, reads)
                 try:
                     end = await self._follow(run, turn, publish)
                 except BaseException:
@@ -460,43 +456,6 @@ class Engine(EnginePort):
         if self._stopping and not (request.is_drawn and run.is_complete):
             raise StoppingError
         return run.admitted is None
-
-    async def _serve(self, run: Run, snapshots: TurnSnapshots | None, reads: TaskGroup) -> None:
-        """Start a read for each request for KV on SSD, or for an image, of a run's turn, until cancelled.
-
-        Must be a task: with sniffio installed, anyio cannot start a task from a callback of the loop.
-        """
-        while True:
-            match await run.needs.get():
-                case ImageRequest() as needs:
-                    reads.start_soon(self._look, needs)
-                case KvRequest() as needs if snapshots is not None:
-                    reads.start_soon(self._read, needs, snapshots)
-
-    async def _look(self, needs: ImageRequest) -> None:
-        """Show a turn an image that it needs, or why it cannot be shown."""
-        try:
-            views: ImageViews = await self._views(needs)
-        except Exception as error:  # noqa: BLE001  # the turn fails with it
-            views = error
-        self._device.show(needs.turn, needs.fingerprint, views)
-
-    async def _views(self, needs: ImageRequest) -> ImageViews:
-        """Read an image and process it; one at a time, since its pixels take much memory."""
-        read, vision_model = needs.turn.request.read_image, self._device.served.vision_model
-        if read is None or isinstance(vision_model, str):
-            raise ValueError("the request cannot read its images")
-        data = await read(needs.fingerprint)
-        async with self._looking:
-            return await asyncio.to_thread(vision_model.processor.views, data)
-
-    async def _read(self, needs: KvRequest, snapshots: TurnSnapshots) -> None:
-        kv = KvRead()
-        try:
-            kv = await snapshots.read(needs)
-        finally:
-            self._device.give(needs.turn, kv)  # even after an error: a prompt waits
-        self._telemetry.totals.recalled_tokens += sum(span.num_tokens for span in kv.spans)
 
     def _result(self, run: Run) -> TurnResult:
         result = run.result()
