@@ -243,6 +243,9 @@ class Loop(asyncio.BaseEventLoop):
             _asyncio._task_states.pop(task, None)
         asyncio._set_running_loop(None)
         self.tasks.clear()
+        for _, _, callback, args, _ in self.ready:
+            if callback == self.create_task:  # asyncio would end an abandoned generator so
+                args[0].close()
         self.ready.clear()
         self._timers.clear()
         self.close()
@@ -257,9 +260,12 @@ def _name(coroutine: Any) -> str:
 
 
 def _close(coroutine: Any) -> None:
-    """Close a task's coroutine; if it has not started, also the coroutine that anyio has wrapped in it."""
-    has_begun = inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED
-    handle = None if has_begun else coroutine.cr_frame.f_locals.get("self")
+    """Close a task's coroutine; if it has not started, also the coroutine that anyio has wrapped in it.
+
+    A task that ends an abandoned generator has its `aclose()` instead, which has no frame.
+    """
+    is_new = inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
+    handle = coroutine.cr_frame.f_locals.get("self") if is_new else None
     coroutine.close()
     if isinstance(handle, anyio.TaskHandle):
         handle._coro.close()
