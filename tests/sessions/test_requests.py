@@ -247,7 +247,7 @@ async def test_a_prefilled_request_that_lacks_a_place_in_the_batch_counts_as_wai
     wire: Start, endless_model: Path
 ) -> None:
     client: Client = (await wire(model=str(endless_model), max_batch=1)).worker.client
-    first = client.session("first").generate(text="eee", max_tokens=1900)
+    first = client.session("first").generate(text="eee", max_tokens=30_000)
     chunks = aiter(first)
     await anext(chunks)
     second = asyncio.create_task(client.session("second").generate(text="abc", max_tokens=4).wait())
