@@ -112,8 +112,9 @@ class Screen:
 
     def __init__(self) -> None:
         self._words = WordWrap() if sys.stdout.isatty() else None
-        #: Whether notes are visible.
-        self.shows_notes = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        context = click.get_current_context(silent=True)
+        #: Whether notes are visible: they need escape codes.
+        self.shows_notes = sys.stderr.isatty() and (context is None or context.color is not False)
         self._noted = ""
         #: Used cells of the answer's last line on the terminal; the note is on the next line.
         self._column = 0

@@ -225,7 +225,8 @@ class _Stream:
         except (NoWorkerError, TimeoutError):
             return None
         progress = info.progress
-        if info.active != self._generation.id or progress is None:
+        lacks_place = progress is not None and progress.cached_tokens == progress.context_tokens - 1
+        if info.active != self._generation.id or progress is None or lacks_place:
             return "waiting for its turn"
         if progress.generated_tokens or self._has_begun:
             return ""

@@ -227,6 +227,26 @@ async def test_in_a_chat_the_first_ctrl_c_clears_the_typed_line_and_the_second_o
     assert said(await requests(worker.client)) == []
 
 
+@pytest.mark.serves("endless_model", max_batch=1)
+async def test_a_chat_shows_that_a_prefilled_question_without_a_place_in_the_batch_waits_for_its_turn(
+    worker: LocalWorker,
+) -> None:
+    other = worker.client.session("other").generate(text="eee", max_tokens=50_000)
+    chunks = aiter(other)
+    await anext(chunks)
+
+    def run() -> None:
+        with Terminal("chat", "--session", "s", *where(worker)) as terminal:
+            terminal.wait_for(PROMPT)
+            terminal.type("first\r")
+            terminal.wait_for("waiting for its turn")
+
+    await asyncio.to_thread(run)
+    info = await worker.client.session("s").info()
+    assert info.progress is not None, "it is prefilled"
+    await other.cancel()
+
+
 @pytest.mark.serves("endless_model")
 async def test_ctrl_c_stops_a_streaming_answer_and_the_chat_takes_the_next_question(
     worker: LocalWorker,

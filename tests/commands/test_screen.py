@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 
+import click
 import pytest
 from command_runs import seen
 from rich.cells import cell_len
 
 from commands.rendering import MarkdownScreen
-from commands.screen import WordWrap, printable, wrapped
+from commands.screen import Screen, WordWrap, printable, wrapped
 
 TEXT = (
     "A short line.\n\n    indented, and then on and on past the edge\n"
@@ -18,6 +19,16 @@ TEXT = (
     "\ttabbed \u4f60\u597d\uff0c\u4e16\u754c\u4f60\u597d\uff0c\u4e16\u754c\u4f60\u597d"
     " \u0e01\u0e34 e\u0301t\u00e9 end"
 )
+
+
+def test_with_no_color_and_on_a_dumb_terminal_no_note_is_drawn_below_an_answer(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for color in (False, None):
+        with click.Context(click.Command("ask"), color=color):
+            Screen().note("waiting for its turn")
+        assert bool(capsys.readouterr().err) == (color is None)
 
 
 @pytest.fixture(params=[20, 40, 80])
