@@ -95,9 +95,7 @@ async def test_cache_commands_that_change_no_file_succeed_beside_a_running_worke
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_cache_verify_passes_over_the_file_that_macos_leaves_in_a_folder_shown_to_a_user(
-    filled, turnkeep
-) -> None:
+async def test_cache_verify_ignores_the_ds_store_file_that_macos_leaves_in_a_folder(filled, turnkeep) -> None:
     (filled / "snapshots" / ".DS_Store").write_text("icons")
     assert "5 files, 0 doubtful" in turnkeep("verify").stdout
 

@@ -140,7 +140,7 @@ async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_re
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_after_a_failed_file_removal_later_erases_are_confirmed_once_the_file_is_saved_again(
+async def test_after_an_erase_failed_to_remove_a_file_a_later_erase_is_confirmed_once_the_file_is_saved_again(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)

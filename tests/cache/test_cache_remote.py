@@ -318,7 +318,7 @@ async def test_an_erase_in_a_full_remote_tier_still_removes_the_snapshots_of_oth
     assert in_tier(tmp_path) == []
 
 
-async def test_an_erase_for_another_model_covers_what_was_uploaded_after_the_remote_tier_was_emptied(
+async def test_an_erase_removes_files_that_another_model_uploaded_after_the_remote_tier_was_emptied_by_hand(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     """As by an operator, for room."""
@@ -333,7 +333,7 @@ async def test_an_erase_for_another_model_covers_what_was_uploaded_after_the_rem
     assert in_tier(tmp_path) == []
 
 
-async def test_an_erase_covers_a_remote_tier_that_has_lost_its_list_of_models(
+async def test_an_erase_removes_snapshots_from_a_remote_tier_that_has_lost_its_list_of_models(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     """As in a bucket whose rules remove the oldest objects."""

@@ -116,7 +116,7 @@ GOLDEN = (
 )
 
 
-def test_an_example_of_an_encrypted_file_can_be_decrypted_but_not_without_its_last_chunk(
+def test_a_recorded_example_of_an_encrypted_file_can_be_decrypted_but_not_without_its_last_chunk(
     tmp_path, monkeypatch
 ) -> None:
     """The file has a salt, two full chunks, and a partial chunk that is marked as the last."""

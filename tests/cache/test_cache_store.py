@@ -115,7 +115,9 @@ async def test_a_snapshot_larger_than_the_disk_limit_or_the_write_queue_is_not_s
     assert store.stats().dropped == {"too_large": 1}
 
 
-async def test_the_queue_takes_no_more_than_the_disk_limit_also_after_that_has_changed(open_store) -> None:
+async def test_the_write_queue_takes_no_more_bytes_than_the_disk_limit_even_after_that_limit_was_changed(
+    open_store,
+) -> None:
     """Snapshots of tokens that are not published wait there too, and would find no room later."""
     store = await open_store(max_bytes=1000, queue_bytes=3000)
     assert store.queue.vacant_bytes() == 1000

@@ -107,7 +107,7 @@ async def test_a_restore_reads_only_the_file_sections_that_its_layers_need(open_
     [(0, 0, 0), (3, 0, 12), (0, 1, 0), (9, 1, 36)],
     ids=["file 0, section 0", "file 3, section 0", "file 0, section 1", "file 9, section 1"],
 )
-async def test_damage_in_a_file_section_that_a_restore_reads_drops_that_file_and_all_later_files(
+async def test_damage_in_a_file_section_that_a_restore_reads_leaves_only_tokens_before_that_file_restorable(
     open_store, node, section, num_left
 ) -> None:
     """The prefix before that file has another window, so a new match is needed for it."""

@@ -419,7 +419,9 @@ async def test_ask_starts_a_session_under_a_cache_policy_and_info_shows_its_visi
 
 
 @pytest.mark.parametrize("policy", ["half", "full:1", "sink_window:4", "sink_window:0,64", "paged:x"])
-def test_ask_with_an_unknown_or_incomplete_cache_policy_exits_with_2_and_shows_the_forms(policy: str) -> None:
+def test_ask_with_an_unknown_or_incomplete_cache_policy_exits_with_code_2_and_shows_the_valid_forms(
+    policy: str,
+) -> None:
     done = turnkeep(*ASKED, "--cache-policy", policy)
     assert done.returncode == 2
     assert f"'{policy}' must be full, sink_window:SINK,WINDOW with two numbers" in " ".join(

@@ -323,7 +323,7 @@ def test_prefill_continued_inside_an_image_gives_the_same_logits_as_an_uninterru
     [(SLACK, "gemma3"), (SLACK, "gemma4"), (4096, "gemma3")],
     ids=["slack-gemma3", "slack-gemma4", "grid-gemma3"],
 )
-async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_gets_the_same_answer_as_with_plain_caches(
+async def test_an_image_across_a_boundary_of_a_windows_ring_buffer_gets_the_same_answer_as_with_plain_caches(
     seeing, open_process, kind, multiple
 ) -> None:
     """Of the tokens that a ring writes at once, or of those after which a ring may count from 0 again."""
@@ -336,7 +336,7 @@ async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_gets_the_same_
     assert found == seen.greedy(tokens, (image,), found)
 
 
-async def test_an_image_too_long_for_the_spare_room_of_a_ring_cache_gets_the_answer_of_plain_caches(
+async def test_an_image_too_long_for_the_spare_room_of_a_windows_ring_buffer_gets_the_answer_of_plain_caches(
     seeing, open_process
 ) -> None:
     """Behind a text of which its first token still sees the end; rewound to, and restored."""
@@ -354,7 +354,7 @@ async def test_an_image_too_long_for_the_spare_room_of_a_ring_cache_gets_the_ans
         assert (await run(process, tokens, 4, read))[1] == expected
 
 
-def test_a_ring_cache_written_with_an_image_keeps_the_image_and_the_window_before_its_first_token(
+def test_the_ring_buffer_of_a_window_keeps_a_written_image_and_the_window_before_the_images_first_token(
     seeing,
 ) -> None:
     """The last layer's keys are those that follow from mlx-lm's windows, which overwrite nothing so early."""

@@ -253,7 +253,7 @@ def test_requests_that_differ_in_sampling_options_or_answer_index_have_different
     assert len(digests) == 6
 
 
-def test_a_repeat_that_fails_while_the_first_request_runs_leaves_known_where_the_log_has_them() -> None:
+def test_after_a_failed_repeat_the_gateway_knows_the_log_positions_of_a_request_that_may_still_run() -> None:
     """Else a client that leaves would cancel an answer that another gateway's client waits for."""
     asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
     for seq in (5, 9):

@@ -252,7 +252,7 @@ async def test_a_failed_background_response_reports_its_error_when_fetched_and_w
         assert [one["sequence_number"] for one in told] == [*range(first, first + len(told))]
 
 
-async def test_a_failed_answer_of_the_log_names_the_field_as_its_api_does(
+async def test_the_error_of_a_failed_answer_names_the_field_at_fault_as_the_api_of_the_request_spells_it(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     form = {"type": "json_schema", "name": "a", "schema": {"type": "wat"}, "strict": True}

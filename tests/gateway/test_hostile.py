@@ -219,7 +219,9 @@ async def test_a_refusal_leaves_the_connection_of_a_client_open_whose_body_was_r
             assert (400 <= status(head) < 502, b"connection: close" in head) == (True, False), head
 
 
-async def test_a_client_that_waits_for_a_100_before_its_body_gets_the_refusal_instead(served: Any) -> None:
+async def test_a_client_that_waits_for_status_100_before_sending_its_body_gets_the_refusal_instead(
+    served: Any,
+) -> None:
     async with connected(served) as wire:
         head = POST.replace(CHAT.encode(), b"/v1/nothing") + b"content-length: 10\r\nexpect: 100-continue\r\n"
         await wire.send(head + b"\r\n")

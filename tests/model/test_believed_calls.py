@@ -678,7 +678,9 @@ def test_a_tool_call_argument_that_fits_its_schema_or_cannot_be_checked_is_accep
     ],
     ids=repr,
 )
-def test_converting_an_argument_to_a_schema_that_forbids_it_raises_an_error(value: Any, schema: Any) -> None:
+def test_a_tool_call_argument_that_cannot_be_converted_to_fit_its_schema_raises_an_error(
+    value: Any, schema: Any
+) -> None:
     with pytest.raises(NoCallError):
         fitted(value, schema)
 

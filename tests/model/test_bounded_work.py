@@ -78,7 +78,7 @@ LONG = [[num] for num in range(9_000)]
         (1, {"not": {"enum": list(range(2, 9_000))}}),
     ],
 )
-def test_an_argument_is_checked_against_one_costly_schema_and_refused_if_there_are_2000_of_them(
+def test_a_tool_call_argument_is_checked_against_one_costly_schema_and_refused_for_2000_such_schemas(
     value: Any, schema: Any
 ) -> None:
     assert fitted(value, schema)

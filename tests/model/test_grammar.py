@@ -182,7 +182,7 @@ async def test_compiling_a_malformed_too_costly_or_unsatisfiable_grammar_raises_
 
 
 @pytest.mark.parametrize("steps", [(10_000_000,), (1e30,), (0.0003, 70_001), (97, 98, 99), (123_457, 0)])
-async def test_json_schemas_are_refused_only_if_compiling_their_multiple_of_values_would_be_costly(
+async def test_a_json_schema_is_refused_if_its_multiple_of_keywords_are_costly_to_compile_and_else_compiled(
     grammars: Grammars, steps: tuple[float, ...]
 ) -> None:
     schemas = [{"type": "number", "multipleOf": step} for step in steps]

@@ -612,7 +612,7 @@ def test_a_new_question_drops_earlier_reasoning_even_from_a_truncated_or_rewritt
         ([(0, 5, None), (5, 8, "c")], [None, "c"]),
     ],
 )
-def test_overlapping_raw_parts_are_joined_and_the_joined_text_is_known_only_if_both_texts_are_known(
+def test_overlapping_parts_of_raw_text_are_joined_and_the_joined_text_is_known_only_if_both_are_known(
     tokenizer: Tokenizer, parts: list[tuple[int, int, str | None]], texts: list[str | None]
 ) -> None:
     found = Conversation(tokenizer, DAY)
@@ -625,7 +625,7 @@ def test_overlapping_raw_parts_are_joined_and_the_joined_text_is_known_only_if_b
     ("num_kept", "num_new", "num_shared"),
     [(300, 0, 2), (300, 200, 2), (256, 200, 2), (255, 200, 1), (100, 200, 0), (0, 5, 0)],
 )
-def test_a_checkpoint_after_a_rewind_reuses_only_the_stored_segments_before_the_rewind_position(
+def test_a_checkpoint_after_a_rewind_reuses_only_stored_parts_of_the_conversation_before_the_rewind_position(
     num_kept: int, num_new: int, num_shared: int
 ) -> None:
     before = tuple(Segment("raw", at, at + 1, text="old") for at in range(300))

@@ -511,7 +511,9 @@ async def test_dropping_a_dead_letter_keeps_its_request_in_the_log(bitten: Local
     )
 
 
-async def test_a_session_that_is_answered_while_its_end_is_read_has_that_answer(worker: LocalWorker) -> None:
+async def test_reading_the_end_of_a_session_finds_an_answer_that_is_stored_during_the_reading(
+    worker: LocalWorker,
+) -> None:
     """Its request is read before the answer is stored, and its results too."""
 
     class Early(LogStream):

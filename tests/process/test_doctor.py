@@ -145,7 +145,7 @@ async def test_the_command_doctor_fails_for_a_too_old_nats_server_with_the_same_
     assert (await examine(dataclasses.replace(small, nats=url)))["NATS"].state == "warn"
 
 
-async def test_the_command_doctor_fails_if_a_worker_of_another_data_directory_has_the_name_on_a_remote_server(
+async def test_the_command_doctor_fails_if_a_remote_server_has_a_worker_of_the_same_name_and_another_data_dir(
     foreign_server, small, tmp_path
 ):
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)

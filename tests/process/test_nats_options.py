@@ -318,7 +318,7 @@ async def test_a_worker_warns_once_of_a_nats_server_version_that_can_lose_entrie
         assert all("install 2.12.16, 2.14.6, 2.15.0 or newer" in one["event"] for one in lines)
 
 
-async def test_errors_that_come_again_and_again_in_turn_are_logged_once_a_minute(
+async def test_two_nats_errors_that_alternate_again_and_again_are_each_logged_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when the worker's user loses its permissions: it goes on trying to read, to pull and to renew."""

@@ -283,7 +283,7 @@ async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too(t
 
 
 @pytest.mark.process
-async def test_disk_limits_that_serve_reads_again_are_shown_for_the_data_directory_of_several_models(
+async def test_disk_limits_that_serve_with_several_models_reads_again_are_shown_to_commands_on_its_data_dir(
     house: Any, tmp_path: Path
 ) -> None:
     at, config = await house(max_disk="'1GiB'"), tmp_path / "house.toml"
@@ -387,7 +387,7 @@ async def test_a_model_in_use_is_unloaded_only_after_another_model_has_waited_lo
         await waiting
 
 
-async def test_for_a_model_that_waits_for_memory_no_second_model_is_unloaded_once_one_has_been_unloaded(
+async def test_after_one_model_was_unloaded_for_a_model_that_waits_for_memory_no_second_model_is_unloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is unloaded while the other models are asked whether they have work."""
@@ -565,7 +565,7 @@ async def test_a_model_that_is_asked_twice_to_be_unloaded_is_loaded_by_its_next_
         await until(lambda: model.is_loaded)
 
 
-async def test_a_request_to_unload_a_model_counts_even_if_it_comes_right_after_one_to_load_it(
+async def test_a_request_to_unload_a_model_is_carried_out_even_right_after_a_request_to_load_that_model(
     served: tuple[Supervisor, nats.NATS],
 ) -> None:
     alone, nc = served
@@ -589,7 +589,7 @@ async def test_a_request_to_unload_a_model_counts_even_if_it_comes_right_after_o
         ((), "PermissionError"),
     ],
 )
-def test_a_worker_that_may_not_read_a_file_of_its_start_reports_that_instead_of_a_traceback(
+def test_a_worker_that_may_not_read_a_file_at_its_start_reports_the_reason_instead_of_a_traceback(
     monkeypatch: pytest.MonkeyPatch, given: tuple[Any, ...], says: str
 ) -> None:
     sent = list[Refusal]()

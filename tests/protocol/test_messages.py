@@ -235,7 +235,7 @@ def test_the_error_for_an_unknown_request_field_lists_every_field_of_that_reques
         assert allowed == ["type", *(field.encode_name for field in msgspec.structs.fields(kind))]
 
 
-def test_refusing_requests_repeatedly_inspects_each_message_type_only_once(
+def test_refusing_many_malformed_requests_inspects_the_schema_of_each_message_type_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An inspection blocks the event loop for milliseconds, and thousands of invalid messages may arrive."""
@@ -249,7 +249,7 @@ def test_refusing_requests_repeatedly_inspects_each_message_type_only_once(
     assert len(inspected) <= 2
 
 
-def test_a_process_pool_raises_the_error_of_a_failed_request_as_it_was() -> None:
+def test_an_error_of_a_failed_request_is_unchanged_after_pickling_as_in_a_process_pool() -> None:
     limit = TokenLimit(asked=9, allowed=8)
     failed = RequestFailedError("overloaded", "busy", retryable=True, field="text", limit=limit)
     for error in (failed, InvalidMessageError("no", field="text"), StreamError("no", 10059)):

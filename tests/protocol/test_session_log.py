@@ -148,7 +148,7 @@ async def test_of_two_results_of_a_request_in_a_session_log_the_history_has_only
     assert paired(GARDEN, [*entries, twice]).exchanges == log.exchanges
 
 
-async def test_a_session_log_is_read_the_same_after_its_answered_requests_have_left_the_queue() -> None:
+async def test_a_session_log_is_read_the_same_after_its_answered_requests_were_removed_from_the_log() -> None:
     whole = await read(stream(), GARDEN)
     answered = [one.asked.seq for one in whole.exchanges]
     assert await read(stream(*answered), GARDEN) == whole

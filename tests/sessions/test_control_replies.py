@@ -111,7 +111,7 @@ async def test_a_request_on_the_ask_subject_is_answered_although_nats_is_lost_wh
 
 
 @pytest.mark.simulated
-async def test_an_ask_request_whose_session_was_forgotten_while_nats_was_lost_is_told_that_it_was_removed(
+async def test_an_ask_request_whose_session_is_forgotten_during_a_nats_outage_gets_an_error_that_says_so(
     quiet_wire: Start, server: Server
 ) -> None:
     """Else the caller would wait for 15 minutes for what nobody has any more."""
@@ -151,7 +151,7 @@ async def test_several_equal_requests_with_the_same_reply_subject_each_get_a_rep
 
 
 @pytest.mark.simulated
-async def test_the_command_info_lists_a_request_that_waits_for_the_device_among_those_that_wait(
+async def test_the_command_info_lists_a_request_that_waits_for_the_device_among_the_waiting_requests(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     w = await quiet_wire()

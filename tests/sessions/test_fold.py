@@ -143,7 +143,7 @@ async def test_a_cancel_looks_again_for_published_tokens_if_the_request_to_cance
     assert were_next == [False, True]
 
 
-async def test_a_cancel_that_waits_for_an_answer_to_end_returns_if_the_session_is_read_from_the_log_again(
+async def test_a_cancel_that_waits_for_an_answer_to_end_returns_if_the_session_is_read_anew_from_the_log(
     world,
 ) -> None:
     world.publish(Generate(id="one", max_tokens=3))
@@ -156,7 +156,7 @@ async def test_a_cancel_that_waits_for_an_answer_to_end_returns_if_the_session_i
         await ending
 
 
-async def test_the_result_of_a_request_cancelled_before_it_ran_does_not_verify_the_sessions_history(
+async def test_the_result_of_a_request_cancelled_before_it_ran_is_no_proof_of_the_sessions_history(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that reads the log does not take it for a proof either."""
@@ -169,7 +169,7 @@ async def test_the_result_of_a_request_cancelled_before_it_ran_does_not_verify_t
     assert (await world.refolded()).log.record.proven_seq == proven_seq
 
 
-async def test_the_close_result_that_is_left_of_an_erased_session_does_not_verify_the_sessions_history(
+async def test_the_close_result_that_is_left_of_an_erased_session_is_no_proof_of_the_sessions_history(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its digest says of is gone."""
@@ -346,7 +346,9 @@ async def test_forgetting_a_session_is_reported_as_incomplete_until_every_worker
     assert noted == [["quick", "this"]]
 
 
-async def test_erasing_token_sequences_with_a_common_prefix_erases_the_prefix_with_the_last_one() -> None:
+async def test_erasing_token_sequences_with_a_common_prefix_erases_the_prefix_with_the_last_sequence() -> (
+    None
+):
     erased = list[tuple[list[int], int]]()
 
     async def erase(_: object, tokens: Any, num_shared: int) -> Any:
@@ -427,7 +429,9 @@ async def test_a_session_whose_close_is_logged_stays_closed_whichever_earlier_re
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_looking_up_a_request_id_finds_the_first_of_its_results_still_in_the_index(seed: int) -> None:
+def test_looking_up_a_request_id_finds_the_first_of_those_results_of_it_that_are_still_indexed(
+    seed: int,
+) -> None:
     dice, ids, left = random.Random(seed), AnsweredIds(), {f"r{n}": list[AnsweredAt]() for n in range(12)}
     for number in range(1, 300):
         name = dice.choice([*left])

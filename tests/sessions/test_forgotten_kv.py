@@ -69,7 +69,7 @@ async def test_forgetting_a_parent_session_keeps_the_snapshots_of_the_tokens_tha
     assert await cached(fork) == 64
 
 
-async def test_forgetting_a_session_removes_its_snapshots_and_keeps_another_tenants_of_the_same_tokens(
+async def test_forgetting_a_session_removes_its_snapshots_but_none_of_another_tenant_of_the_same_tokens(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -329,7 +329,7 @@ async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_sessio
     assert await num_fetched(worker, KEPT) == 3 * LONG_BLOCK
 
 
-async def test_a_remote_tier_is_trusted_to_hold_no_erased_kv_only_after_it_has_recorded_its_erasures(
+async def test_a_remote_tier_counts_as_free_of_erased_kv_only_once_the_erasures_are_recorded_in_the_tier(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is fresh, and the log has no note."""

@@ -316,7 +316,7 @@ def test_each_adaptation_of_messages_to_a_chat_template_is_counted_by_kind_and_k
     assert said in prompt(tokenizers[name], *messages)
 
 
-def test_a_user_message_directly_after_one_of_an_earlier_request_is_reported_as_joined_to_that_one(
+def test_a_user_message_directly_after_a_user_message_of_an_earlier_request_is_reported_as_joined_to_it(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     noted = Counter[str]()
