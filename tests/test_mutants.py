@@ -12,7 +12,9 @@ ROWS = table()
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_text_that_a_mutant_replaces_is_in_the_program_once_and_its_test_exists(name: str) -> None:
+def test_the_text_that_a_mutant_replaces_is_in_the_program_exactly_once_and_the_mutants_test_exists(
+    name: str,
+) -> None:
     assert ROWS[name].codes()
     if test := ROWS[name].test:
         file, function = re.split("::|\\[", test)[:2]

@@ -356,7 +356,7 @@ def sizes() -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def test_each_package_has_exactly_as_many_lines_as_its_entry_in_sizes():
+def test_each_package_has_exactly_as_many_lines_as_the_table_of_package_sizes_says():
     """Size is a cost. The message has the figures of `SIZES` that are to change."""
     now = sizes()
     assert {name: num for name, num in now.items() if SIZES.get(name) != num} == {}

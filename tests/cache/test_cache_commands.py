@@ -327,7 +327,9 @@ def test_cache_commands_refuse_a_directory_that_is_missing_or_is_not_a_cache(
     assert list((tmp_path / "photos").iterdir()) == [], "nor made into one"
 
 
-def test_cache_prune_without_or_with_conflicting_or_ill_formed_options_is_a_usage_error(turnkeep) -> None:
+def test_cache_prune_without_options_or_with_conflicting_or_ill_formed_options_is_a_usage_error(
+    turnkeep,
+) -> None:
     assert "say what to remove" in turnkeep("prune", code=2).stderr
     assert "say what to remove" in turnkeep("prune", "--all", "--older-than", "1d", code=2).stderr
     assert "not a duration" in turnkeep("prune", "--older-than", "soon", code=2).stderr

@@ -24,7 +24,9 @@ def name(tokens, parent=ROOT) -> Name:
     return Name(parent, 0 if parent == ROOT else 4, pack(tokens))
 
 
-def test_of_a_sessions_snapshots_with_equal_last_use_the_one_nearest_its_end_is_evicted_first() -> None:
+def test_of_a_sessions_snapshots_with_equal_last_use_the_one_nearest_the_sessions_end_is_evicted_first() -> (
+    None
+):
     index = SnapshotIndex(lambda: 0.0)
     one = index.add(name((1, 2)), 1)
     two = index.add(Name(one.digest, 2, pack((3,))), 1)

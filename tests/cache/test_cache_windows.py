@@ -56,7 +56,7 @@ def file_of(store, node):
     return store._folder.path(node.digest)
 
 
-def test_a_restore_buffer_has_an_offset_for_each_visible_part_of_a_block_and_none_for_the_other_parts() -> (
+def test_a_buffer_of_restored_kv_has_offsets_for_the_visible_parts_of_a_block_and_none_for_other_parts() -> (
     None
 ):
     place = TensorBuffers((), 0, Policy(2, 6), seen(Policy(2, 6), 20))

@@ -86,7 +86,9 @@ def test_ask_on_a_terminal_needs_a_question_or_a_dash_which_makes_it_read_the_te
         assert "no NATS server" in terminal.transcript
 
 
-async def test_the_request_of_ask_has_the_given_generation_options(worker: LocalWorker) -> None:
+async def test_ask_sends_the_generation_options_of_its_command_line_in_its_request(
+    worker: LocalWorker,
+) -> None:
     options = ("--system", "Be brief.", "--top-p", 0.5, "--temperature", 2, "--seed", 7)
     options += ("--top-k", 5, "--min-p", 0.1, "--repetition-penalty", 1.5)
     done = await ask(worker, "hello", *options, "--stop", "END", "--stop", "\n\n")

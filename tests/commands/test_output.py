@@ -306,7 +306,7 @@ def test_a_misspelt_command_fails_and_suggests_the_right_one(typed: str, meant: 
     assert f"Did you mean '{meant}'?" in done.stderr
 
 
-def test_info_of_a_model_that_is_not_loaded_prints_that_the_next_request_loads_the_model(
+def test_the_command_info_of_a_model_that_is_not_loaded_prints_that_the_next_request_loads_the_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _print_metrics(unloaded_metrics(worker="vm-small", version="1", model="small", others=()))

@@ -118,7 +118,7 @@ def test_while_the_module_of_a_command_is_imported_ctrl_c_ends_the_process_by_th
     assert (seen, signal.getsignal(signal.SIGINT)) == ([signal.SIG_DFL], before)
 
 
-def test_each_command_that_a_message_of_the_program_names_exists() -> None:
+def test_each_turnkeep_command_named_in_a_message_of_the_program_exists() -> None:
     sources = [
         path
         for room in ("cache", "commands", "gateway", "ops", "worker")

@@ -84,7 +84,7 @@ async def test_unsupported_ollama_endpoints_return_501_and_name_the_alternative(
         assert (refused.status_code, words in refused.json()["error"]) == (501, True)
 
 
-async def test_an_ollama_stream_has_only_lines_of_json_even_before_the_log_has_its_request(
+async def test_an_ollama_stream_has_only_json_lines_even_while_its_request_is_not_yet_in_the_log(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_response, "_PATIENCE_S", 0.1)

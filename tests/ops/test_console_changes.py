@@ -288,7 +288,7 @@ async def test_in_the_console_page_a_folded_option_out_of_range_is_unfolded_and_
     await walked(browser, client, walk)
 
 
-async def test_refreshing_the_consoles_session_list_keeps_the_focus_and_goes_back_from_an_emptied_page(
+async def test_refreshing_the_consoles_session_list_keeps_the_focus_and_leaves_a_page_that_has_become_empty(
     browser: Browser, client: Client
 ) -> None:
     for number in range(51):

@@ -455,7 +455,7 @@ async def given_up(bitten: LocalWorker) -> list[dict[str, Any]]:
     return found
 
 
-async def test_turnkeep_dead_prints_a_request_that_was_given_up_after_failures_with_its_text(
+async def test_the_command_dead_prints_each_request_that_was_given_up_after_failures_with_its_text(
     bitten: LocalWorker,
 ) -> None:
     (letter,) = await given_up(bitten)

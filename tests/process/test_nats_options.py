@@ -353,7 +353,7 @@ async def test_a_running_worker_whose_password_is_changed_at_the_server_ends_and
             await running
 
 
-async def test_a_certificate_that_is_not_trusted_at_a_reconnection_is_logged_with_its_remedy() -> None:
+async def test_a_server_certificate_that_is_not_trusted_at_a_reconnection_is_logged_with_a_remedy() -> None:
     """The server may have got another one; that it is away is logged at its disconnection alone."""
     watch = _Watch(Client(), "tls://there", None, None)
     watch.is_connected = True

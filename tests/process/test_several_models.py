@@ -167,7 +167,9 @@ async def test_a_model_unused_for_a_while_is_unloaded_and_reloaded_for_the_next_
 
 
 @pytest.mark.process
-async def test_closed_sessions_of_a_model_that_is_not_loaded_leave_the_log_in_time(house: Any) -> None:
+async def test_closed_sessions_of_a_model_that_is_not_loaded_leave_the_log_after_their_time_to_live(
+    house: Any,
+) -> None:
     at = await house(closed_ttl_s="6")
     async with await at.process.client(prefix="turnkeep-tiny") as client:
         await client.ask("s", text="Hi.", max_tokens=2, timeout_s=120)
@@ -261,7 +263,9 @@ async def test_requests_of_one_tenant_waiting_for_a_loading_model_leave_room_for
 
 @pytest.mark.packaging
 @pytest.mark.process
-async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, embedding_model: Path) -> None:
+async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list_of_texts(
+    house: Any, embedding_model: Path
+) -> None:
     at = await house(unload_after_s="1", tiny=embedding_model)
     asked = encode(EmbedRequest(inputs=("hello " * 280,) * 120))  # seconds, in one request
     async with await at.process.client(prefix="turnkeep-tiny") as client:

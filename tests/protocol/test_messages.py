@@ -264,7 +264,7 @@ def test_a_client_decodes_a_result_of_a_newer_worker_that_has_an_unknown_field()
 
 
 @pytest.mark.parametrize("kind", ["append", "generate"])
-def test_a_decoded_request_that_is_encoded_again_has_the_keys_of_its_tools_as_sent(
+def test_a_request_that_is_decoded_and_encoded_again_has_the_json_keys_of_its_tools_in_the_order_sent(
     kind: str,
 ) -> None:
     tools = b'[{"function":{"parameters":{"b":1,"a":2},"name":"f"},"type":"function"}]'
@@ -379,7 +379,7 @@ def test_the_messages_of_a_tool_call_and_its_result_in_openais_format_are_decode
         ("file", {"file_id": "f"}),
     ],
 )
-def test_a_media_part_that_the_model_cannot_read_becomes_placeholder_text_but_is_encoded_unchanged(
+def test_a_media_part_of_a_message_becomes_placeholder_text_for_the_model_but_is_encoded_unchanged(
     kind: str, value: object
 ) -> None:
     parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: value}]

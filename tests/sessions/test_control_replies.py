@@ -229,7 +229,7 @@ async def test_the_error_reply_to_a_control_or_ask_request_contains_the_id_of_th
 
 
 @pytest.mark.simulated
-async def test_a_refused_count_or_ask_request_gets_the_error_of_the_same_generate_request(
+async def test_a_refused_count_or_ask_request_gets_the_error_that_the_same_generate_request_would_get(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire(other_model="refuse")

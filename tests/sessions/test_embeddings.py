@@ -360,7 +360,7 @@ async def test_the_rerank_score_of_a_generative_reranker_is_the_probability_of_y
     assert told.scores[0] != pytest.approx(found.scores[0], abs=1e-5)
 
 
-async def test_a_document_to_rerank_is_truncated_if_the_request_allows_and_else_refused_with_its_index(
+async def test_a_too_long_document_to_rerank_is_truncated_if_the_request_allows_or_refused_with_its_index(
     local_worker: Start, reranker: Path
 ) -> None:
     """The request may allow more tokens than the model has room for beside the query."""

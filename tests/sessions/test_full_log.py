@@ -142,7 +142,7 @@ async def test_running_workers_adopt_the_log_size_limit_of_a_worker_that_starts_
 
 
 @pytest.mark.parametrize("by_hand", [3 * LIMIT, -1])
-async def test_a_size_of_the_log_that_was_raised_by_hand_is_set_back_and_the_worker_says_so_once(
+async def test_a_size_limit_of_the_log_that_was_raised_by_hand_is_set_back_and_the_worker_logs_that_once(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch, by_hand: int
 ) -> None:
     monkeypatch.setattr(retention, "_PERIOD_S", 0.1)

@@ -118,7 +118,9 @@ async def test_only_the_last_delivery_of_the_newest_request_of_a_session_stays_u
     assert [one.is_acked for one in deliveries] == [True, False, True, True]
 
 
-async def test_sessions_whose_requests_a_restarted_nats_server_has_lost_no_longer_count_as_active() -> None:
+async def test_sessions_stop_counting_as_active_once_a_restarted_nats_server_has_lost_their_requests() -> (
+    None
+):
     stored = {5: STORED, 6: STORED + timedelta(seconds=1)}
 
     async def entry(seq: int) -> Any:
@@ -356,7 +358,7 @@ async def test_a_session_stays_at_a_draining_worker_until_that_worker_has_finish
 @pytest.mark.parametrize(
     ("home", "takers"), [("", {"b"}), ("a", {"a"})], ids=["new session", "existing session"]
 )
-async def test_a_new_session_but_no_existing_one_is_moved_to_a_worker_with_far_fewer_active_sessions(
+async def test_a_new_session_but_no_existing_session_is_moved_to_a_worker_with_far_fewer_active_sessions(
     home: str, takers: set[str]
 ) -> None:
     """And its later requests too, although none of its results names the worker yet."""
@@ -377,7 +379,7 @@ async def test_a_new_session_but_no_existing_one_is_moved_to_a_worker_with_far_f
 @pytest.mark.parametrize(
     ("mine", "least", "leaves"), [(9, 1, True), (8, 1, False), (24, 16, True), (30, 22, False)]
 )
-def test_a_new_session_goes_to_the_least_busy_worker_if_its_default_worker_has_8_and_50_percent_more(
+def test_a_new_session_leaves_its_default_worker_if_another_worker_has_at_least_8_and_a_third_fewer_sessions(
     mine: int, least: int, leaves: bool
 ) -> None:
     cluster = Cluster(loads={"a": mine, "b": least, "c": mine})

@@ -147,7 +147,7 @@ async def test_special_token_text_in_a_message_is_ordinary_text_unless_the_optio
 
 
 @pytest.mark.simulated
-async def test_special_token_text_in_raw_text_becomes_special_tokens_unless_special_tokens_is_false(
+async def test_special_token_text_in_raw_text_becomes_special_tokens_unless_the_option_for_those_is_false(
     wire: Start,
 ) -> None:
     w = await wire()

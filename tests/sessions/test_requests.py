@@ -314,7 +314,7 @@ async def test_every_log_line_of_a_request_names_its_session_and_its_id(wire: St
         assert "request" in line, line
 
 
-async def test_if_a_log_without_space_refuses_a_repeated_request_the_client_finds_the_first_ones_result(
+async def test_if_a_full_log_refuses_a_repeated_request_the_client_finds_the_result_of_the_first_request(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its acknowledgement is lost, and the log is full when the client sends it again."""

@@ -180,7 +180,7 @@ async def test_a_cancel_that_arrives_as_its_request_completes_is_refused_as_answ
 
 
 @pytest.mark.parametrize("is_forged", [True, False])
-async def test_cancelling_a_waiting_request_keeps_published_tokens_only_if_they_have_the_sessions_digest(
+async def test_cancelling_a_waiting_request_keeps_published_tokens_only_if_they_name_the_sessions_history(
     world: World, monkeypatch: pytest.MonkeyPatch, is_forged: bool
 ) -> None:
     """Those of a worker do, if the server has lost a result since: the request was the first one then."""

@@ -225,7 +225,7 @@ async def test_a_draining_worker_hands_each_session_over_to_another_worker_betwe
     assert await turn(3) == {name}
 
 
-async def test_a_worker_that_reads_turns_which_another_worker_added_to_a_session_counts_the_sessions_new_size(
+async def test_a_worker_that_reads_turns_added_to_a_session_by_another_worker_counts_the_sessions_new_size(
     wire: Start,
 ) -> None:
     """Else its limit of memory for idle sessions would be wrong by what it has read of that session."""

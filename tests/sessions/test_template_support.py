@@ -324,7 +324,7 @@ def test_a_user_message_directly_after_a_user_message_of_an_earlier_request_is_r
     assert noted == {"user and user in a row joined": 1}
 
 
-def test_only_developer_messages_are_adapted_for_a_chat_template_that_renders_all_other_kinds(
+def test_only_developer_messages_are_adapted_for_a_chat_template_that_renders_all_other_kinds_of_messages(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     assert tokenizers["with_tools"].support == TemplateSupport(developer=False)
