@@ -405,7 +405,9 @@ def test_each_test_file_that_needs_linux_checks_that_it_runs_on_linux() -> None:
     assert [name for name in using if '"linux"' not in texts[name]] == []
 
 
-def test_commands_on_the_first_pages_and_commands_that_close_sessions_contain_no_shell_comments() -> None:
+def test_documented_commands_for_newcomers_and_documented_commands_that_close_sessions_have_no_comments() -> (
+    None
+):
     """An interactive zsh, as on a Mac, takes them for arguments: the names of more sessions, say."""
     firsts = [ROOT / page for page in ("README.md", "docs/tutorial.md", "docs/deploying.md")]
     for page in (*firsts, *(ROOT / "docs").glob("*.md")):

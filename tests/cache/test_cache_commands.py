@@ -80,7 +80,7 @@ async def test_cache_list_reports_token_sequences_and_sizes_that_match_the_snaps
     assert "max_disk" in shown
 
 
-async def test_cache_commands_that_change_no_file_succeed_beside_a_running_worker_and_others_are_refused(
+async def test_cache_commands_that_change_no_file_succeed_beside_a_running_worker_and_all_others_are_refused(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     store = await open_store()

@@ -61,7 +61,7 @@ async def test_an_erase_removes_its_index_rows_even_if_the_index_was_locked_when
     assert store.kv.match(store.kv.chain("a"), OTHER).num_tokens == 10
 
 
-async def test_an_erase_is_confirmed_only_after_a_file_whose_removal_failed_has_been_removed(
+async def test_an_erase_that_failed_to_remove_a_file_is_confirmed_only_once_that_file_has_been_removed(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS, OTHER)

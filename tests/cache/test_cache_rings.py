@@ -83,7 +83,9 @@ def test_under_sink_window_plain_layers_get_ring_buffers_as_caches_and_other_lay
 
 
 @pytest.mark.parametrize("make", [lambda: ChunkedKVCache(4), lambda: CacheList(KVCache(), ChunkedKVCache(4))])
-def test_making_sink_window_caches_for_an_unsupported_layer_class_raises_an_error_that_names_it(make) -> None:
+def test_making_sink_window_caches_for_an_unsupported_layer_class_raises_an_error_that_names_the_class(
+    make,
+) -> None:
     with pytest.raises(ValueError, match="sink_window is not for layers of ChunkedKVCache;"):
         layers.make(model(KVCache, make), POLICY)
 

@@ -198,7 +198,7 @@ def test_the_time_limit_of_a_prompt_that_waits_for_memory_restarts_after_each_st
     assert chooser.choose().hopeless is not None
 
 
-def test_if_memory_is_short_the_prompt_that_could_run_is_failed_and_not_one_that_waits_for_the_disk(
+def test_if_memory_is_short_the_prompt_that_could_run_fails_and_not_a_prompt_that_waits_for_the_disk(
     estimator, monkeypatch
 ) -> None:
     monkeypatch.setattr(step_chooser, "PATIENCE_S", 0.0)

@@ -174,7 +174,7 @@ def test_snapshots_are_made_of_requested_prompt_blocks_all_answer_blocks_and_the
         ((16, 20), (24, 31)),
     ],
 )
-def test_the_last_partial_block_of_an_answer_is_stored_as_its_new_tokens_or_in_place_of_shorter_parts(
+def test_of_the_last_partial_block_of_an_answer_only_new_tokens_are_stored_unless_shorter_parts_are_replaced(
     make_rig, model, edges, cut
 ) -> None:
     """Stored pieces of the block stay, except those that are not longer than the new piece."""

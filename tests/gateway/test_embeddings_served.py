@@ -169,7 +169,7 @@ async def test_the_instruction_of_a_rerank_request_reaches_the_reranker_and_chan
 
 
 @pytest.mark.serves("reranker")
-async def test_the_gateway_reranks_many_documents_and_truncates_a_long_one_only_if_requested(
+async def test_the_gateway_reranks_many_documents_and_truncates_a_long_document_only_if_requested(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     long = {"query": QUERY, "documents": ["words " * 2000, *DOCUMENTS * 10], "max_tokens_per_doc": 20}

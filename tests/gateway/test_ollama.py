@@ -66,7 +66,7 @@ async def test_the_gateway_lists_its_models_in_the_formats_of_ollama_and_lm_stud
     assert (studio["id"], studio["state"], studio["max_context_length"]) == (listed["name"], "loaded", 2048)
 
 
-def test_the_gateway_lists_an_unloaded_model_as_not_loaded_and_one_with_reasoning_as_thinking() -> None:
+def test_the_gateway_lists_an_unloaded_model_as_not_loaded_and_a_model_with_reasoning_as_thinking() -> None:
     more = {"worker": "w", "version": "1", "model": "m", "context_tokens": 2048, "reasoning": True}
     model = GatewayModel("m", unloaded_metrics(**more))
     (studio,) = answers.page_v0([model])["data"]

@@ -80,7 +80,7 @@ async def test_a_starting_gateway_indexes_each_session_by_the_turns_that_are_sti
             assert (state == "failed") == (letter in expected.get("failed", ())), f"{letter} in {story}"
 
 
-async def test_a_starting_gateway_reads_recent_sessions_whole_and_of_older_ones_only_the_last_position(
+async def test_a_starting_gateway_reads_recent_sessions_whole_and_of_older_sessions_only_the_last_position(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "_MOST_READ", 1)

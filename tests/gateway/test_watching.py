@@ -87,7 +87,7 @@ async def test_the_gateways_metrics_endpoint_counts_requests_conversations_and_t
 
 
 @pytest.mark.serves("endless_model")
-async def test_the_explain_header_says_which_message_is_the_first_unknown_one_but_not_its_content(
+async def test_the_explain_header_names_the_first_unknown_message_by_number_but_not_the_messages_content(
     gateway: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gateway")

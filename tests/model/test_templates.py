@@ -505,7 +505,7 @@ TURNS = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(["packaged", *TEMPLATES]), turns=TURNS)
-def test_a_conversation_stored_and_loaded_before_each_turn_gets_the_same_tokens_as_one_in_memory(
+def test_a_conversation_stored_and_loaded_before_each_turn_gets_the_same_tokens_as_if_kept_in_memory(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, Any]]
 ) -> None:
     """The turns have messages of any role, truncated answers, raw content and rewinds to any position."""

@@ -184,7 +184,7 @@ async def test_the_consoles_regenerate_button_uses_a_new_session_name_and_refuse
     await walked(browser, client, walk)
 
 
-async def test_a_title_given_to_a_session_in_the_console_shows_at_no_session_of_similar_name_or_other_model(
+async def test_a_title_given_to_a_session_is_not_shown_for_a_session_of_similar_name_or_of_another_model(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     worker = await local_worker()

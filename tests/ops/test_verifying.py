@@ -161,7 +161,7 @@ async def test_the_command_verify_reports_a_result_that_was_changed_or_duplicate
     [("", 0), ("position", 0), ("position", 7777), (HISTORY_HEADER, "00" * 16)],
     ids=["sound", "position 0", "position 7777", "other history"],
 )
-async def test_the_command_verify_reports_a_cancelled_result_with_an_earlier_position_or_other_tokens(
+async def test_the_command_verify_reports_a_cancelled_result_with_a_wrong_position_or_a_wrong_history_digest(
     local_worker: Start, what: str, lie: object
 ) -> None:
     worker = await lived(local_worker)

@@ -260,7 +260,7 @@ async def test_all_workers_of_a_subject_prefix_choose_the_same_worker_for_a_sess
     assert (await owner("loop"))[1], "a forged log cannot keep a worker in a loop"
 
 
-async def test_workers_treat_a_draining_worker_as_owner_of_its_sessions_and_it_names_the_next_owner() -> None:
+async def test_a_draining_worker_counts_as_owner_of_its_sessions_and_itself_names_their_next_owner() -> None:
     """It may be at work on the session, which only it knows."""
     drains, other, key = member("a", drains=True), member("b"), SessionKey("t", "s")
     assert (await owners_of(other, [drains], {"s": "a"}, {}).owner(key)).member == drains

@@ -311,7 +311,9 @@ def test_every_nats_subject_built_from_tenant_session_and_kind_is_parsed_back_to
 
 
 @pytest.mark.parametrize("bad", NAMES)
-def test_building_a_subject_from_an_id_with_forbidden_characters_raises_an_error_naming_it(bad: str) -> None:
+def test_building_a_nats_subject_from_an_id_with_forbidden_characters_raises_an_error_naming_the_id(
+    bad: str,
+) -> None:
     with pytest.raises(InvalidMessageError, match=r"tenant .* is not valid: it must be 1 to 64"):
         session_key(bad, "s1")
     with pytest.raises(InvalidMessageError, match=r"session .* is not valid"):

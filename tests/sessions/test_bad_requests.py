@@ -296,7 +296,9 @@ DISALLOWED: list[tuple[list[Any], dict[str, Any], str, str]] = [
 ]
 
 
-async def test_rewinding_or_closing_a_missing_session_or_opening_an_open_one_is_refused(wire: Start) -> None:
+async def test_rewinding_or_closing_a_missing_session_or_opening_an_open_session_is_refused(
+    wire: Start,
+) -> None:
     w = await wire()
     for at, (before, request, says, code) in enumerate(DISALLOWED):
         session = f"s{at}"

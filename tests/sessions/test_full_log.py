@@ -78,7 +78,7 @@ async def test_a_close_that_a_worker_was_to_store_in_a_full_log_is_sent_again_if
     await worker.client.session("s0").close(timeout_s=20)
 
 
-async def test_a_request_that_just_fits_into_the_nearly_full_log_gets_its_result_and_later_ones_are_refused(
+async def test_a_request_that_just_fits_into_a_nearly_full_log_gets_its_result_and_later_requests_fail(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused are those that the log has once a result has used the reserve, but no closes."""

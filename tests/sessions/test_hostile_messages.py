@@ -97,7 +97,9 @@ async def genuine(w: Wire, seq: int) -> dict[str, Any]:
 
 
 @pytest.mark.simulated
-async def test_a_forged_result_for_a_request_that_waits_behind_another_is_ignored(wire: Start) -> None:
+async def test_a_forged_result_for_a_request_that_waits_behind_another_request_is_ignored(
+    wire: Start,
+) -> None:
     """Even if it has a digest: a worker's results have their requests, too."""
     w = await wire()
     await w.send("s", append("a"))

@@ -188,7 +188,7 @@ async def test_a_rewind_or_fork_inside_an_image_is_refused_if_the_model_encodes_
         assert (await ask(session, "so ", BLUE)).tokens == (await ask(other, "so ", BLUE)).tokens
 
 
-async def test_a_request_with_an_unstored_or_truncated_image_fails_and_the_next_one_is_answered(
+async def test_a_request_with_an_unstored_or_truncated_image_fails_and_the_next_request_is_answered(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client

@@ -673,7 +673,7 @@ async def test_a_worker_does_not_start_an_answer_that_another_worker_has_stored_
     assert len(begun) == 1
 
 
-async def test_a_failing_turn_stores_no_result_if_another_worker_answered_it_and_erased_the_session(
+async def test_a_failing_turn_stores_no_result_if_another_worker_answered_its_request_and_erased_the_session(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This worker was stalled: another one has answered the request meanwhile, and forgotten the session."""
