@@ -196,7 +196,9 @@ def test_worker_process_and_worker_observe_import_no_other_package_of_the_worker
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_the_package_worker_sessions_imports_only_engine_port_and_device_request() -> None:
+def test_of_the_packages_engine_and_device_the_package_worker_sessions_imports_only_port_and_request() -> (
+    None
+):
     paths = (ROOT / "worker" / "sessions").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     seen = {tuple(one.split(".")[1:3]) for one in used if one.startswith(("worker.engine", "worker.device"))}

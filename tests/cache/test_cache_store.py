@@ -72,7 +72,7 @@ async def test_a_snapshot_erased_while_its_header_is_read_is_not_added_to_the_ma
     assert store.stats().stored == store.stats().held_bytes == 0
 
 
-async def test_a_snapshot_used_by_a_turn_during_its_write_is_counted_once_in_the_disk_accounting(
+async def test_a_snapshot_that_a_turn_uses_while_the_snapshot_is_written_is_counted_once_in_the_disk_usage(
     open_store, gate
 ) -> None:
     store = await open_store()

@@ -591,7 +591,7 @@ async def test_a_running_answer_is_delayed_by_at_most_one_layer_of_the_vision_en
     assert all(later > before for before, later in itertools.pairwise(counts)), counts
 
 
-async def test_an_image_too_large_for_free_memory_waits_for_room_and_is_then_refused_with_its_size_in_bytes(
+async def test_an_image_too_large_for_free_memory_waits_for_memory_and_is_then_refused_with_its_size_in_bytes(
     seeing, open_process, monkeypatch
 ) -> None:
     seen, image, starved = seeing("idefics3"), picture(1), list[vision.Starvation]()

@@ -76,7 +76,7 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     assert turn.request.answer.finish_reason == "length"
 
 
-def test_the_first_token_of_an_answer_that_runs_alone_is_reported_at_once_and_all_later_ones_together(
+def test_the_first_token_of_an_answer_that_runs_alone_is_reported_immediately_and_later_tokens_together(
     make_rig, model, monkeypatch
 ) -> None:
     monkeypatch.setattr(runner, "_CHUNK_S", 60)

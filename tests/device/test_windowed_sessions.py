@@ -68,7 +68,7 @@ def test_a_restored_ring_buffer_that_leaves_a_shared_kv_array_does_not_claim_tok
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_prefilled_in_pieces_as_at_once(
+def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_prefilled_in_pieces_as_in_one_piece(
     make_model, make_rig, kv_bits
 ) -> None:
     """Its KV has the size of the codes, and of a scale and a bias for each group."""

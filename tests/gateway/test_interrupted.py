@@ -169,7 +169,7 @@ async def test_a_gateway_stopped_before_an_answer_is_complete_asks_its_client_to
     assert (again.status_code, again.headers["x-turnkeep-session"].split()[1]) == (200, "repeated")
 
 
-async def test_a_gateway_that_stops_while_a_body_is_missing_answers_in_the_form_of_the_api(
+async def test_a_gateway_that_stops_while_a_request_body_is_incomplete_returns_an_error_in_the_apis_form(
     worker: Any, gateway: Any
 ) -> None:
     stopped = await gateway()

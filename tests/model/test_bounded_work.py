@@ -179,7 +179,7 @@ def test_a_tool_call_that_contains_an_f_string_is_never_given_to_the_python_pars
 
 
 @pytest.mark.parametrize("text", ["a" * 2_000, "a[CALL_ID]" + "b" * 2_000, "a" + " " * 2_000 + "b"])
-def test_text_after_a_mistral_call_marker_that_begins_no_call_is_streamed_at_once(text: str) -> None:
+def test_text_after_a_mistral_call_marker_that_begins_no_call_is_streamed_immediately(text: str) -> None:
     one = splitter("mistral_args")
     assert "".join(one.push(char).text for char in f"[TOOL_CALLS]{text}") == f"[TOOL_CALLS]{text}"
     assert one.malformed

@@ -250,7 +250,7 @@ def expected(text: str, stop: list[str]) -> tuple[str, str | None]:
 
 @pytest.mark.model
 @given(tokens=RANDOM)
-def test_the_streamed_text_of_random_tokens_equals_the_text_decoded_at_once(
+def test_the_streamed_text_of_random_tokens_equals_the_text_of_the_same_tokens_decoded_as_a_whole(
     tokenizer: Tokenizer, tokens: list[int]
 ) -> None:
     whole = tokenizer._rust.decode(tokens, skip_special_tokens=False)

@@ -118,7 +118,7 @@ async def test_breaking_out_of_the_iteration_over_an_answer_leaves_no_subscripti
     assert subscriptions(client) == 0
 
 
-async def test_a_task_that_waits_for_a_result_ends_at_once_if_it_is_cancelled_at_any_moment(
+async def test_a_task_that_waits_for_a_result_ends_immediately_when_it_is_cancelled_at_any_moment(
     client: Client, worker: FakeWorker
 ) -> None:
     """Even at the moment of the log's acknowledgement. No worker answers, so a lost cancel would hang."""

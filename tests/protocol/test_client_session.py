@@ -455,7 +455,7 @@ async def test_a_client_lists_all_sessions_even_if_one_reply_of_the_nats_server_
     assert all((one.is_waiting, one.position, one.is_closed) == (True, None, False) for one in found)
 
 
-async def test_a_client_that_reads_many_large_sessions_at_once_is_not_disconnected_by_the_nats_server(
+async def test_a_client_that_reads_many_large_sessions_concurrently_is_not_disconnected_by_the_nats_server(
     tmp_path: Path,
 ) -> None:
     """As a gateway does when it starts. The server has room for a fifth of what it has by default."""

@@ -61,7 +61,7 @@ async def replies(wire: Wire, kind: str, body: dict[str, Any]) -> list[dict[str,
 @pytest.mark.simulated
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # coroutines of what is killed
 @pytest.mark.parametrize(("away", "begun_s"), thinned(AWAY, [-0.5, -0.01, 0.003, 0.02]))
-async def test_a_request_on_the_ask_subject_is_answered_within_4_s_and_once_although_its_worker_is_away(
+async def test_a_request_on_the_ask_subject_is_answered_once_and_within_4_s_although_its_worker_is_away(
     cluster: list[Wire], server: Server, away: str, begun_s: float
 ) -> None:
     """The worker goes away before the asks, as they arrive, or in the middle of the answers."""

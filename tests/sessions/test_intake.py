@@ -60,7 +60,7 @@ def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, nc: Any = No
     )
 
 
-async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_if_full_up_to_the_tenants_share() -> (
+async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_or_when_full_up_to_the_tenants_share() -> (
     None
 ):
     intake, accepted = intake_for(4, 3), []

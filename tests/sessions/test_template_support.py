@@ -330,7 +330,7 @@ def test_only_developer_messages_are_adapted_for_a_chat_template_that_renders_al
     assert tokenizers["with_tools"].support == TemplateSupport(developer=False)
 
 
-def test_the_adaptations_of_messages_that_each_chat_template_needs_are_listed_in_words(
+def test_the_adaptations_of_messages_that_a_chat_template_needs_are_listed_in_words_for_the_user(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     assert tokenizers["silent"].support.in_words() == ["developer as system", "tool results as user messages"]

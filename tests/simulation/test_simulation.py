@@ -169,7 +169,9 @@ def test_simulated_histories_that_once_failed_break_no_invariant() -> None:
     assert "10 histories" in said
 
 
-def test_request_ids_of_an_erased_session_can_be_reused_even_if_a_newer_worker_had_answered_them() -> None:
+def test_request_ids_of_an_erased_session_can_be_reused_even_if_a_newer_worker_answered_the_requests() -> (
+    None
+):
     plan = {"kinds": ("newer worker",), "num_faults": 5, "num_requests": 9, "num_clients": 3}
     plan |= {"num_visitors": 0, "num_sessions": 1, "sync_s": 0.0, "num_workers": 1}
     assert history.simulate(77, favoured=plan | {"weights": (10, 30, 10, 20, 5, 0)}).wrong == []
