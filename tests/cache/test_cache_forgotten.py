@@ -82,7 +82,9 @@ async def test_an_erase_that_failed_to_remove_a_file_is_confirmed_only_once_that
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-@pytest.mark.parametrize("was_here", [True, False])
+@pytest.mark.parametrize(
+    "was_here", [True, False], ids=["after an erase that failed", "without an erase before"]
+)
 async def test_an_erase_by_logged_hashes_removes_a_file_that_the_first_erase_could_not_remove(
     open_store, tmp_path, monkeypatch, was_here: bool
 ) -> None:
@@ -241,7 +243,7 @@ async def test_a_file_found_damaged_after_its_erase_is_removed_and_not_moved_to_
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [False, True], ids=["with the index", "without the index"])
 async def test_an_erase_removes_the_snapshots_of_the_same_tokens_of_other_models_and_settings(
     open_store, tmp_path, lost
 ) -> None:

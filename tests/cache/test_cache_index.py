@@ -144,7 +144,7 @@ async def test_an_altered_row_of_the_cache_index_is_replaced_from_its_snapshot_f
     assert after == before
 
 
-@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize("is_folder", [False, True], ids=["a file", "a folder in its place"])
 async def test_opening_a_store_removes_a_partial_block_whose_preceding_partial_block_is_missing(
     open_store, tmp_path, *, is_folder: bool
 ) -> None:
@@ -164,7 +164,7 @@ async def test_opening_a_store_removes_a_partial_block_whose_preceding_partial_b
     assert store.stats().stored == len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["without the index", "without the first block"])
 async def test_opening_a_store_that_cannot_read_its_files_fails_and_quarantines_no_file(
     open_store, tmp_path, monkeypatch, *, is_whole: bool
 ) -> None:

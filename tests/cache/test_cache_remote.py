@@ -155,7 +155,7 @@ async def test_an_erase_by_logged_hashes_keeps_blocks_of_the_remote_tier_that_an
     assert await fetched(two, GONE) == 132
 
 
-@pytest.mark.parametrize("by_note", [True, False])
+@pytest.mark.parametrize("by_note", [True, False], ids=["erased by logged hashes", "erased by tokens"])
 async def test_snapshots_saved_again_after_their_erasure_are_uploaded_to_the_remote_tier_again(
     open_two: Any, by_note: bool
 ) -> None:

@@ -69,7 +69,7 @@ async def test_saving_a_full_block_keeps_a_partial_block_that_another_sessions_k
     assert store.eraser.forget("a", pack(list(range(16)))) == 1
 
 
-@pytest.mark.parametrize("forget", [False, True])
+@pytest.mark.parametrize("forget", [False, True], ids=["replaced", "erased"])
 async def test_a_turn_can_extend_partial_blocks_that_other_turns_replaced_or_erased_meanwhile(
     open_store, forget
 ) -> None:
@@ -103,7 +103,7 @@ async def test_a_partial_block_whose_preceding_block_is_not_stored_is_not_saved(
     assert_sum_rule(store)
 
 
-@pytest.mark.parametrize("lose_the_catalog", [False, True])
+@pytest.mark.parametrize("lose_the_catalog", [False, True], ids=["with the index", "without the index"])
 async def test_after_a_crash_at_any_write_the_next_process_restores_every_durable_token(
     open_store, tmp_path, monkeypatch, lose_the_catalog
 ) -> None:

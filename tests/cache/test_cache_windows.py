@@ -247,7 +247,7 @@ async def test_a_session_rewound_into_evicted_blocks_saves_those_blocks_again_an
     assert_restored(await store.kv.load(match), LIMITED, rewound)
 
 
-@pytest.mark.parametrize("by_marks", [False, True])
+@pytest.mark.parametrize("by_marks", [False, True], ids=["erased by tokens", "erased by logged hashes"])
 async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_remaining_blocks(
     open_store, by_marks
 ) -> None:

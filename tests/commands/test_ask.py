@@ -215,7 +215,7 @@ async def test_ctrl_c_cancels_all_answers_that_one_ask_requested_and_closes_thei
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize("is_begun", [True, False], ids=["answer has begun", "answer has not begun"])
 async def test_a_question_given_up_with_ctrl_c_while_no_worker_runs_is_not_answered_by_the_next_worker(
     worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str, *, is_begun: bool
 ) -> None:

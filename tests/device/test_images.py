@@ -321,7 +321,7 @@ def test_prefill_continued_inside_an_image_gives_the_same_logits_as_an_uninterru
 @pytest.mark.parametrize(
     ("multiple", "kind"),
     [(SLACK, "gemma3"), (SLACK, "gemma4"), (4096, "gemma3")],
-    ids=["slack-gemma3", "slack-gemma4", "grid-gemma3"],
+    ids=["write boundary-gemma3", "write boundary-gemma4", "count boundary-gemma3"],
 )
 async def test_an_image_across_a_boundary_of_a_windows_ring_buffer_gets_the_same_answer_as_with_plain_caches(
     seeing, open_process, kind, multiple

@@ -91,7 +91,7 @@ def test_prefill_pieces_take_the_part_of_the_step_time_limit_that_running_answer
     assert learned(token_s, row_s).budget(4) == budget
 
 
-@pytest.mark.parametrize("before_s", [None, 0.3], ids=["nothing", "a hiccup"])
+@pytest.mark.parametrize("before_s", [None, 0.3], ids=["no slow step before", "after one slow step"])
 def test_prefill_pieces_grow_until_steps_reach_the_time_limit_even_if_all_steps_prefill_a_prompt(
     before_s: float | None,
 ) -> None:

@@ -65,7 +65,7 @@ async def served(
 
 
 TYPES = {"chat": "image_url", "messages": "image", "responses": "input_image", "ollama": "image"}
-BOTH = pytest.mark.parametrize("served", [True, False], indirect=True, ids=["sees", "blind"])
+BOTH = pytest.mark.parametrize("served", [True, False], indirect=True, ids=["vision model", "text model"])
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def test_the_command_doctor_fails_for_truncated_or_incomplete_model_files_with_t
 
 
 @pytest.mark.mounts
-@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("is_named", [True, False], ids=["a named model", "the packaged model"])
 def test_the_doctor_fails_if_a_gguf_model_to_be_converted_does_not_fit_on_the_disk_of_the_data_directory(
     mounted, settings, tmp_path, monkeypatch, is_named
 ):

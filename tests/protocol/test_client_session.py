@@ -244,7 +244,7 @@ async def test_the_client_method_info_raises_an_error_if_the_worker_does_not_ans
             await client.session("s1").info()
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("goes_on", [True, False], ids=["another worker takes over", "no other worker"])
 async def test_the_client_sends_a_control_request_again_that_a_worker_received_just_before_its_death(
     server: NatsServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:

@@ -161,7 +161,18 @@ def _asked(number: int) -> str:
 FENCE = "Nats-Expected-Last-Subject-Sequence"
 
 
-@pytest.mark.parametrize("fault", ["", "fence", "twice", "too early", "removed", "lost"])
+@pytest.mark.parametrize(
+    "fault",
+    ["", "fence", "twice", "too early", "removed", "lost"],
+    ids=[
+        "no forbidden step",
+        "a result with an old fence",
+        "two results of one request",
+        "a result before its turn",
+        "an unanswered request removed",
+        "a restart that loses the result of a removed request",
+    ],
+)
 def test_the_protocol_model_rejects_a_history_with_one_forbidden_step(fault: str) -> None:
     told = Told()
     events: list[Any] = [told("in", _asked(1)), told("in", _asked(2))]

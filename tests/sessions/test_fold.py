@@ -284,7 +284,7 @@ async def test_a_session_with_a_false_history_digest_can_reopen_after_a_close_wi
 
 
 @pytest.mark.parametrize(
-    "found", [AnsweredAt(1, 2), AnsweredAt(3, 2)], ids=["another id", "another sequence"]
+    "found", [AnsweredAt(1, 2), AnsweredAt(3, 2)], ids=["result of another id", "result of another sequence"]
 )
 async def test_looking_up_a_request_id_does_not_return_the_result_of_another_id_with_the_same_hash(
     world, found: AnsweredAt

@@ -228,7 +228,11 @@ def quarantined(backup: Path, data: Path) -> None:
     shutil.copy2(backup / "snapshots/lock", data / "snapshots/lock")
 
 
-@pytest.mark.parametrize("put_back", [whole, over, files_only, quarantined])
+@pytest.mark.parametrize(
+    "put_back",
+    [whole, over, files_only, quarantined],
+    ids=["folder replaced", "copied over the folder", "only its files", "into the quarantine"],
+)
 async def test_restoring_a_backup_of_the_cache_brings_back_no_kv_of_sessions_closed_with_forget(
     local_worker: Callable,
     tmp_path: Path,
@@ -301,7 +305,7 @@ async def num_fetched(worker: Any, tokens: list[int]) -> int:
     return num_stored(worker, tokens)
 
 
-@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("runs", [False, True], ids=["a new worker", "the running worker"])
 async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_sessions_closed_with_forget(
     local_worker: Callable, tmp_path: Path, runs: bool
 ) -> None:

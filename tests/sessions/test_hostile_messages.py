@@ -129,7 +129,7 @@ async def test_a_flood_of_forged_results_is_counted_as_ignored_and_stops_no_answ
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [True, False], ids=["with the requests sequence", "without a sequence"])
 async def test_forged_tokens_published_before_their_request_do_not_become_part_of_its_answer(
     wire: Start, named: bool
 ) -> None:

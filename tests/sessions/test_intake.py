@@ -215,7 +215,7 @@ class EmptyServer:
         await self.arrived(SimpleNamespace(subject=reply, headers={"Status": "408"}))
 
 
-@pytest.mark.parametrize("pulls", [True, False])
+@pytest.mark.parametrize("pulls", [True, False], ids=["worker pulls messages", "worker pulls none"])
 async def test_a_request_returned_to_nats_is_counted_as_returned_until_nats_no_longer_delivers_it(
     monkeypatch: pytest.MonkeyPatch, pulls: bool
 ) -> None:

@@ -106,7 +106,7 @@ async def test_an_answer_ends_with_finish_reason_length_before_its_result_exceed
     assert (await w.send("s", generate("b")))["type"] == "generated"
 
 
-@pytest.mark.parametrize("is_fenced", [False, True])
+@pytest.mark.parametrize("is_fenced", [False, True], ids=["not fenced", "fenced by the running request"])
 async def test_a_cancel_is_confirmed_even_if_its_request_starts_to_run_at_the_same_time(
     wire: Start, monkeypatch: pytest.MonkeyPatch, *, is_fenced: bool
 ) -> None:

@@ -716,7 +716,7 @@ async def test_a_close_with_cancel_ends_the_running_and_the_waiting_requests_bef
     assert "cancelled before" in world.result(second).message
 
 
-@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("is_read", [True, False], ids=["log read before", "log not read before"])
 async def test_a_close_with_cancel_also_ends_a_request_whose_log_page_is_being_read(
     world: World, monkeypatch: pytest.MonkeyPatch, is_read: bool
 ) -> None:
@@ -737,7 +737,7 @@ async def test_a_close_with_cancel_also_ends_a_request_whose_log_page_is_being_r
     assert world.result(seq).finish_reason == "cancelled"
 
 
-@pytest.mark.parametrize("was_read", [False, True])
+@pytest.mark.parametrize("was_read", [False, True], ids=["log not read before", "log read before"])
 async def test_reading_the_log_includes_a_result_whose_request_is_removed_between_two_reads(
     world: World, monkeypatch: pytest.MonkeyPatch, was_read: bool
 ) -> None:
