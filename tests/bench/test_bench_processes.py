@@ -31,7 +31,7 @@ def running(model: Path) -> Iterator[Program]:
 
 
 @pytest.mark.process
-async def test_the_mlx_lm_process_of_a_bench_returns_times_and_its_kill_is_reported_with_the_exit_code(
+async def test_the_mlx_lm_process_of_a_bench_returns_timings_and_if_killed_is_reported_with_the_exit_code(
     tiny_model,
 ) -> None:
     async def ask(program: Program, *request: object) -> dict[str, float]:

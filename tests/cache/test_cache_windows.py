@@ -143,7 +143,7 @@ async def test_a_snapshot_file_with_the_sections_of_another_layer_layout_is_reje
     assert store.stats().rejected == 1
 
 
-async def test_sessions_under_different_cache_policies_share_no_snapshots_and_an_erase_removes_all_of_them(
+async def test_sessions_under_different_cache_policies_share_no_snapshots_and_an_erase_covers_all_policies(
     open_store,
 ) -> None:
     store = await open_store()

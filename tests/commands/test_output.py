@@ -209,7 +209,7 @@ def test_the_help_of_serve_shows_for_each_option_its_allowed_values_or_their_for
     assert shown in help_of("serve", flag="--help-all")
 
 
-def test_the_option_model_exists_only_in_serve_doctor_demo_model_path_and_cache_verify() -> None:
+def test_only_the_commands_serve_doctor_demo_model_path_and_cache_verify_have_the_option_model() -> None:
     own = [command for command in commands() if command[0] != "bench"]
     having = {command for command in own if "\n  --model " in help_of(*command)}
     assert having == {("serve",), ("doctor",), ("demo",), ("model", "path"), ("cache", "verify")}

@@ -518,7 +518,7 @@ async def test_a_turn_whose_image_cannot_be_read_fails_and_concurrent_turns_comp
         assert (await run(process, asked[0], 6, read))[1] == found
 
 
-async def test_cancelling_a_turn_that_waits_for_an_image_ends_it_and_the_next_turn_is_answered(
+async def test_cancelling_a_turn_that_waits_for_an_image_ends_that_turn_and_the_next_turn_is_answered(
     seeing, open_process
 ) -> None:
     seen, image = seeing("idefics3"), picture(1)

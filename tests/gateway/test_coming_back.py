@@ -193,7 +193,7 @@ def options(max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": "m", "max_output_tokens": max_tokens, "temperature": 0.9, "extra_body": extra, **more}
 
 
-async def test_a_background_response_runs_without_a_connection_and_can_be_replayed_from_any_event(
+async def test_a_background_response_runs_without_a_client_connection_and_can_be_replayed_from_any_event(
     worker: Any, served: Any, door: Any
 ) -> None:
     create = served.openai.responses.create

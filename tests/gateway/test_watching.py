@@ -128,7 +128,7 @@ async def test_the_explain_header_names_the_first_unknown_message_by_number_but_
     assert "Again" not in text
 
 
-def test_the_gateway_indexes_at_most_the_20000_most_recent_message_boundaries() -> None:
+def test_the_conversation_index_of_a_gateway_keeps_about_the_20000_most_recent_message_boundaries() -> None:
     seen = RecentBoundaries()
     for number in range(50_000):
         known = [number.to_bytes(4, "big") + bytes([at]) for at in range(3)]

@@ -438,7 +438,7 @@ def test_messages_added_one_by_one_give_the_same_tokens_as_rendering_the_whole_c
         max_size=4,
     ),
 )
-def test_a_chat_with_sampled_answers_has_the_text_of_rendering_the_whole_conversation(
+def test_a_chat_with_sampled_answers_has_the_same_text_as_a_rendering_of_the_whole_conversation(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, list[int] | str, bool]]
 ) -> None:
     """The sampled tokens are arbitrary; the template may replace some of them."""
@@ -545,7 +545,7 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
     return ""
 
 
-def test_a_chat_that_starts_with_a_system_message_has_after_each_turn_the_text_of_the_full_rendering(
+def test_a_chat_that_starts_with_a_system_message_has_after_each_turn_the_text_of_a_full_rendering(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     """The chats begin with a system message; some answers lack an end token; one template has a date."""

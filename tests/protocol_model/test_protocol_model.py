@@ -50,7 +50,9 @@ def test_all_interleavings_of_workers_faults_and_one_session_keep_the_protocol_m
     Exploration(rules, [program]).explore()
 
 
-def test_exploring_two_sessions_together_in_the_protocol_model_reaches_the_states_of_each_alone() -> None:
+def test_exploring_two_sessions_together_in_the_protocol_model_reaches_the_same_states_as_each_alone() -> (
+    None
+):
     """So it is enough to explore each session with the steps of workers and server."""
     rules = CRASH._replace(reads_at_once=True)
     both = Exploration(rules, ["A", "A"])
@@ -62,7 +64,7 @@ def test_exploring_two_sessions_together_in_the_protocol_model_reaches_the_state
         assert {(both.shared[one[0]], both.sessions[one[at]]) for one in both.states} == states
 
 
-def test_leaving_out_stale_workers_reduces_the_states_of_the_protocol_model_and_hides_no_violation() -> None:
+def test_leaving_out_stale_workers_gives_the_protocol_model_fewer_states_and_hides_no_violation() -> None:
     rules = CRASH._replace(num_losses=1)
     short, whole = (
         Exploration(one, ["A"]) for one in (rules, rules._replace(without=frozenset({"no rule"})))

@@ -92,7 +92,7 @@ async def test_an_embedding_input_that_is_empty_or_too_long_is_refused_with_the_
         await small.client.embed([[40] * TINY_CONTEXT])
 
 
-async def test_an_embedding_input_is_truncated_to_the_requested_length_or_the_context_with_its_end_token(
+async def test_an_embedding_input_cut_to_the_requested_length_or_to_the_context_still_ends_with_its_end_token(
     local_worker: Start, embedding_model: Path
 ) -> None:
     """This model's tokens are bytes, and each text ends with a token for its end."""

@@ -99,7 +99,7 @@ async def test_a_forked_session_keeps_the_images_of_its_parent_after_the_parent_
     assert await fork.image(digest(RED)) == RED
 
 
-async def test_close_with_forget_removes_the_sessions_images_from_the_log_and_they_can_be_sent_again(
+async def test_close_with_forget_removes_the_sessions_images_from_the_log_and_the_images_can_be_sent_again(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client

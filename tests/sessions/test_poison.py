@@ -181,7 +181,7 @@ async def next_attempts(mine: RequestAttempts, stored_s: int) -> int:
 
 
 @pytest.mark.parametrize(("stored_s", "attempts"), [(1, 1), (2, 2)])
-async def test_a_recorded_failed_attempt_of_an_earlier_request_at_the_same_log_sequence_is_not_counted(
+async def test_a_recorded_failed_attempt_is_not_counted_for_a_later_request_at_the_same_log_sequence(
     stored_s: int, attempts: int
 ) -> None:
     """Workers attempt a request once more than allowed if one of them does not count an earlier crash."""

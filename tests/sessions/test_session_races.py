@@ -609,7 +609,7 @@ async def test_an_answer_whose_token_stream_another_worker_has_ended_stops_with_
         (0, 0, 3, False),
     ],
 )
-async def test_a_stopping_worker_keeps_the_recorded_failed_attempts_of_an_earlier_request(
+async def test_a_stopping_worker_does_not_overwrite_the_failed_attempts_recorded_for_an_earlier_request(
     world: World, noted: int, attempts: int, asked: int, is_noted: bool
 ) -> None:
     """Otherwise a request that crashes workers would be begun for ever, if some are stopped in between."""
