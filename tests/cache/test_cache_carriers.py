@@ -168,7 +168,7 @@ async def test_a_restore_that_reads_only_the_2_bit_keys_of_a_file_detects_damage
 @pytest.mark.parametrize(
     "size", [lambda _: None, lambda more: more and Span(more.start + 1, more.end)], ids=["none", "fewer"]
 )
-async def test_a_restore_rejects_the_file_of_a_sixteenth_block_that_lacks_2_bit_keys(
+async def test_a_restore_rejects_the_file_of_a_sixteenth_block_that_lacks_some_of_its_2_bit_keys(
     open_store, size
 ) -> None:
     store = await open_store(layout=OWN)

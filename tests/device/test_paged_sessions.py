@@ -273,7 +273,7 @@ async def _answered(process: Process, tokens: list[int], num: int) -> tuple[Any,
     return outcome, answer
 
 
-async def test_a_paged_turn_reads_its_most_relevant_chunks_from_disk_and_a_restart_restores_only_some_kv(
+async def test_a_paged_turn_reads_its_most_relevant_chunks_from_disk_and_a_restart_loads_only_part_of_the_kv(
     model, open_process, monkeypatch
 ) -> None:
     """The prompt attends to the rest of the session from disk, which is not kept on the device."""

@@ -209,7 +209,7 @@ def test_a_session_continued_by_another_gateway_stays_indexed_unless_its_templat
 
 
 @pytest.mark.parametrize(("num_running", "expected"), [(1, 9), (0, None)])
-async def test_after_a_refused_fork_the_gateway_waits_for_a_running_request_or_else_forgets_the_position(
+async def test_after_a_refused_fork_the_gateway_waits_for_a_running_request_or_forgets_the_sessions_position(
     num_running: int, expected: int | None
 ) -> None:
     index, held = SessionIndex(), IndexedSession("s", 3, 1.0)

@@ -76,7 +76,7 @@ async def test_the_ollama_embed_endpoint_truncates_long_inputs_and_accepts_empty
 
 
 @pytest.mark.serves("embedding_model")
-async def test_the_option_truncate_prompt_tokens_cuts_embedding_inputs_and_at_minus_1_to_the_context_length(
+async def test_embedding_inputs_are_cut_to_the_option_truncate_prompt_tokens_or_if_minus_1_to_the_context(
     served: Any,
 ) -> None:
     """As vLLM has it; without it, OpenAI's API refuses an input that is too long."""

@@ -60,7 +60,9 @@ def test_on_avx2_cpus_the_openblas_preload_selects_fast_kernels_unless_the_opera
     )
 
 
-def test_without_openblas_its_preload_reports_the_slowdown_and_the_command_that_installs_openblas() -> None:
+def test_without_openblas_the_openblas_preload_reports_the_slowdown_and_the_command_that_installs_it() -> (
+    None
+):
     (line,) = run("status = preload(('libnothere.so.0',))\nprint(status)")
     assert "library=None, needed=True" in line
     assert "15 times slower" in line

@@ -226,7 +226,7 @@ async def test_requests_for_a_loading_model_are_kept_if_the_models_worker_dies_b
     await nc.close()
 
 
-async def test_a_request_to_load_a_model_gets_an_error_reply_if_the_supervisor_process_fails(
+async def test_a_request_to_load_a_model_gets_an_error_reply_if_the_supervisor_raises_an_unexpected_error(
     nats_url: str,
 ) -> None:
     async def fails(_: object) -> str:

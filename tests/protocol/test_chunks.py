@@ -28,7 +28,7 @@ def deliveries(draw: st.DrawFn) -> tuple[list[tuple[int, str]], list[Chunk]]:
 
 
 @given(deliveries())
-def test_the_recorded_answer_is_assembled_from_chunks_that_overlap_repeat_arrive_out_of_order_or_are_lost(
+def test_overlapping_repeated_reordered_or_missing_chunks_and_the_result_together_give_the_recorded_answer(
     delivery,
 ) -> None:
     answer, chunks = delivery

@@ -480,7 +480,7 @@ def test_a_worker_remembers_only_the_owners_of_the_sessions_that_it_looked_up_mo
     assert not owners.is_here(keys[2])
 
 
-async def test_a_worker_keeps_a_bounded_number_of_control_requests_that_no_other_begins_and_answers_each_once(
+async def test_a_worker_keeps_a_limited_number_of_control_requests_that_nobody_begins_and_answers_each_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in (("_MAX_KEPT", 2), ("_UNBEGUN_S", 0.0), ("_PERIOD_S", 0.01)):

@@ -90,7 +90,7 @@ async def crowd() -> AsyncIterator[Crowd]:
     await asyncio.gather(*made.tasks.values(), return_exceptions=True)
 
 
-async def test_after_another_tenants_request_a_flooding_tenant_has_a_quarter_of_the_rows_for_a_while() -> (
+async def test_after_another_tenants_request_a_flooding_tenant_gets_only_a_quarter_of_the_batch_rows() -> (
     None
 ):
     async with crowd() as one:
