@@ -232,7 +232,7 @@ def tar_of(path, *members) -> None:
             tar.addfile(member, io.BytesIO(content))
 
 
-async def test_cache_import_skips_damaged_misnamed_and_parentless_archive_members_with_a_reason_for_each(
+async def test_cache_import_reports_and_skips_members_that_are_damaged_misnamed_or_lack_the_preceding_block(
     open_store, filled, tmp_path, turnkeep
 ) -> None:
     archive.export(filled, None, tmp_path / "all.tar")

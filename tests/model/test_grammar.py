@@ -85,7 +85,7 @@ async def test_a_grammar_accepts_its_forced_text_as_single_byte_tokens_or_as_lon
     assert accepts(grammar, tokenizer.encode(tokenizer.as_text(text), at_start=False))
 
 
-async def test_token_masks_for_drafts_keep_the_grammar_state_and_allow_only_end_tokens_after_a_wrong_draft(
+async def test_token_masks_for_drafts_leave_the_grammar_state_as_is_and_only_allow_an_end_after_a_wrong_draft(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(RegexFormat("[ab]{1,8}c"))
