@@ -33,7 +33,9 @@ def test_the_durations_report_fails_and_names_a_test_file_that_exceeds_the_cpu_b
     assert lines[lines.index("files") + 1].split()[-2:] == ["2", "tests/test_rooms.py"]
 
 
-def test_parameters_thinned_for_short_test_runs_still_cover_each_value_or_each_pair_of_values() -> None:
+def test_test_parameters_thinned_out_for_short_test_runs_still_cover_each_value_or_each_pair_of_values() -> (
+    None
+):
     axes = range(5), range(2), range(3)
     for strength, num_kept in ((1, 5), (2, 15)):
         cases = thinned(*axes, strength=strength)

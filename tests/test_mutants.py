@@ -12,7 +12,9 @@ ROWS = table()
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_text_that_a_mutant_replaces_is_in_the_program_once_and_its_test_exists(name: str) -> None:
+def test_the_text_that_a_mutant_replaces_is_in_the_program_exactly_once_and_the_mutants_test_exists(
+    name: str,
+) -> None:
     assert ROWS[name].codes()
     if test := ROWS[name].test:
         file, function = re.split("::|\\[", test)[:2]
@@ -22,14 +24,14 @@ def test_the_text_that_a_mutant_replaces_is_in_the_program_once_and_its_test_exi
 @pytest.mark.parametrize(
     "test", ["tests/test_mutants.py::test_a_mutant_changes_its_function_only_inside_its_with_block", ""]
 )
-def test_a_row_whose_text_the_program_does_not_have_is_not_found(test: str) -> None:
+def test_a_mutant_whose_text_to_replace_is_not_in_the_program_is_reported_as_not_detected(test: str) -> None:
     """Neither by a test nor by histories: what fails then is the row."""
     stale = Mutant("a stale row", (("worker/wire/intake.py", "no such text", "x"),), test, {})
     is_found, said, _ = find(stale, ())
     assert (is_found, "it must have it once" in said) == (False, True)
 
 
-def test_a_row_whose_new_code_cannot_replace_the_functions_is_not_found() -> None:
+def test_a_mutant_whose_new_code_cannot_replace_the_functions_code_is_reported_as_not_detected() -> None:
     """The code of a function cannot be replaced by one that has another number of outer variables."""
     edit = ("ops/http_server.py", "return contextlib.nullcontext()", "return super().capture_signals()")
     is_found, said, _ = find(Mutant("needs __class__", (edit,), "tests/test_mutants.py", {}), ())
@@ -37,7 +39,7 @@ def test_a_row_whose_new_code_cannot_replace_the_functions_is_not_found() -> Non
 
 
 @pytest.mark.timeout(60)
-def test_a_mutant_whose_process_does_not_end_is_not_found_and_its_process_is_killed(
+def test_a_mutant_whose_process_does_not_end_is_reported_as_not_detected_and_the_process_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mutants, "_MOST_S", 3.0)

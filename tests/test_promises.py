@@ -75,7 +75,7 @@ def test_promises_toml_has_rows_for_exactly_the_checked_documentation_pages() ->
     assert ROWS.keys() == {*PAGES}
 
 
-def test_each_figure_of_the_readmes_comparison_is_one_of_the_benchmarks_page() -> None:
+def test_each_figure_in_the_comparison_table_of_the_readme_is_also_on_the_benchmarks_page() -> None:
     table = (ROOT / "README.md").read_text().partition("| mlx_lm.server |\n")[2].partition("\n\n")[0]
     figures = re.findall(r"\| ([\d.]+)(?: m?s)?(?= \|)", table)
     measured = (ROOT / "docs/benchmarks.md").read_text().partition("## Beside `mlx_lm.server`\n")[2]

@@ -196,7 +196,9 @@ def test_worker_process_and_worker_observe_import_no_other_package_of_the_worker
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_the_package_worker_sessions_imports_only_engine_port_and_device_request() -> None:
+def test_of_the_packages_engine_and_device_the_package_worker_sessions_imports_only_port_and_request() -> (
+    None
+):
     paths = (ROOT / "worker" / "sessions").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     seen = {tuple(one.split(".")[1:3]) for one in used if one.startswith(("worker.engine", "worker.device"))}
@@ -356,7 +358,7 @@ def sizes() -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def test_each_package_has_exactly_as_many_lines_as_its_entry_in_sizes():
+def test_each_package_has_exactly_as_many_lines_as_the_table_of_package_sizes_says():
     """Size is a cost. The message has the figures of `SIZES` that are to change."""
     now = sizes()
     assert {name: num for name, num in now.items() if SIZES.get(name) != num} == {}
@@ -405,7 +407,9 @@ def test_each_test_file_that_needs_linux_checks_that_it_runs_on_linux() -> None:
     assert [name for name in using if '"linux"' not in texts[name]] == []
 
 
-def test_the_first_commands_for_a_newcomer_and_those_that_close_sessions_have_no_comments() -> None:
+def test_documented_commands_for_newcomers_and_documented_commands_that_close_sessions_have_no_comments() -> (
+    None
+):
     """An interactive zsh, as on a Mac, takes them for arguments: the names of more sessions, say."""
     firsts = [ROOT / page for page in ("README.md", "docs/tutorial.md", "docs/deploying.md")]
     for page in (*firsts, *(ROOT / "docs").glob("*.md")):

@@ -70,7 +70,7 @@ def test_a_bench_whose_model_is_in_no_local_folder_raises_an_error_that_names_th
         _ = LocalWorker(tmp_path, "--model", "org/other").model_folder
 
 
-def test_a_bench_report_can_be_saved_and_read_and_a_failed_save_on_a_full_disk_keeps_the_old_one(
+def test_a_bench_report_can_be_saved_and_read_and_a_failed_save_on_a_full_disk_keeps_the_old_report(
     mounted: Callable[[str], Path],
 ) -> None:
     disk = mounted("size=64k")
@@ -262,7 +262,7 @@ def failed(found: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("suite", "lie"), LIES, ids=identify)
-def test_each_kind_of_falsified_bench_result_fails_the_check_made_for_it_and_no_other(
+def test_each_kind_of_falsified_bench_result_fails_the_check_made_for_that_kind_and_no_other_check(
     suite: Suite, lie: Lie
 ) -> None:
     found = [failed(judged(suite, seed, lie)) for seed in range(RUNS)]

@@ -31,7 +31,7 @@ def running(model: Path) -> Iterator[Program]:
 
 
 @pytest.mark.process
-async def test_the_mlx_lm_process_of_a_bench_returns_times_and_its_kill_is_reported_with_the_exit_code(
+async def test_the_mlx_lm_process_of_a_bench_returns_timings_and_if_killed_is_reported_with_the_exit_code(
     tiny_model,
 ) -> None:
     async def ask(program: Program, *request: object) -> dict[str, float]:
@@ -49,7 +49,7 @@ async def test_the_mlx_lm_process_of_a_bench_returns_times_and_its_kill_is_repor
 
 
 @pytest.mark.process
-async def test_a_bench_reports_a_failed_measuring_process_in_one_line_and_kills_a_hanging_one(
+async def test_a_bench_reports_a_failed_measuring_process_in_one_line_and_kills_a_hanging_measuring_process(
     tiny_model, tmp_path
 ) -> None:
     fails = pytest.raises(BenchError, match=r"^the measuring process ended with exit code 1: [^\n]+$")

@@ -79,7 +79,7 @@ def test_every_sixteenth_block_file_also_holds_2_bit_keys_of_the_last_sixteen_bl
     assert carried(Span(GROUP - 2, GROUP), BLOCK) is None, "a piece of a tail"
 
 
-def test_splitting_a_restore_buffer_at_a_token_position_divides_its_token_ranges_and_memory() -> None:
+def test_splitting_a_buffer_of_restored_kv_at_a_token_gives_each_half_its_token_ranges_and_bytes() -> None:
     rows = (memoryview(bytes(range(12))),)
     before, after = TensorBuffers(rows, 2, POLICY, (Span(0, 2), Span(10, 14))).split(11)
     assert [*before.segments(Span(8, 16))] == [(None, 2), (2, 1), (None, 5)]
@@ -91,7 +91,7 @@ def test_splitting_a_restore_buffer_at_a_token_position_divides_its_token_ranges
     "num_tokens",
     [3, GROUP, GROUP + 1, 2 * GROUP - 2, len(TOKENS)],
 )
-async def test_restoring_a_paged_session_reads_no_hidden_block_whose_2_bit_keys_another_file_holds(
+async def test_a_paged_session_is_restored_although_files_of_invisible_blocks_without_2_bit_keys_are_missing(
     stored, num_tokens
 ) -> None:
     """The session ends at, before or after the end of a group, or within a carrier."""
@@ -168,7 +168,9 @@ async def test_a_restore_that_reads_only_the_2_bit_keys_of_a_file_detects_damage
 @pytest.mark.parametrize(
     "size", [lambda _: None, lambda more: more and Span(more.start + 1, more.end)], ids=["none", "fewer"]
 )
-async def test_a_restore_rejects_a_sixteenth_block_file_that_lacks_some_2_bit_keys(open_store, size) -> None:
+async def test_a_restore_rejects_the_file_of_a_sixteenth_block_that_lacks_some_of_its_2_bit_keys(
+    open_store, size
+) -> None:
     store = await open_store(layout=OWN)
     chain = store.kv.chain("a", POLICY)
     save(store, chain, size=size)

@@ -80,7 +80,7 @@ async def test_cache_list_reports_token_sequences_and_sizes_that_match_the_snaps
     assert "max_disk" in shown
 
 
-async def test_cache_commands_that_change_no_file_succeed_beside_a_running_worker_and_others_are_refused(
+async def test_cache_commands_that_change_no_file_succeed_beside_a_running_worker_and_all_others_are_refused(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     store = await open_store()
@@ -95,9 +95,7 @@ async def test_cache_commands_that_change_no_file_succeed_beside_a_running_worke
     assert await num_restored(store, TOKENS) == 10
 
 
-async def test_cache_verify_passes_over_the_file_that_macos_leaves_in_a_folder_shown_to_a_user(
-    filled, turnkeep
-) -> None:
+async def test_cache_verify_ignores_the_ds_store_file_that_macos_leaves_in_a_folder(filled, turnkeep) -> None:
     (filled / "snapshots" / ".DS_Store").write_text("icons")
     assert "5 files, 0 doubtful" in turnkeep("verify").stdout
 
@@ -234,7 +232,7 @@ def tar_of(path, *members) -> None:
             tar.addfile(member, io.BytesIO(content))
 
 
-async def test_cache_import_skips_damaged_misnamed_and_parentless_archive_members_with_a_reason_for_each(
+async def test_cache_import_reports_and_skips_members_that_are_damaged_misnamed_or_lack_the_preceding_block(
     open_store, filled, tmp_path, turnkeep
 ) -> None:
     archive.export(filled, None, tmp_path / "all.tar")
@@ -329,7 +327,9 @@ def test_cache_commands_refuse_a_directory_that_is_missing_or_is_not_a_cache(
     assert list((tmp_path / "photos").iterdir()) == [], "nor made into one"
 
 
-def test_cache_prune_without_or_with_conflicting_or_ill_formed_options_is_a_usage_error(turnkeep) -> None:
+def test_cache_prune_without_options_or_with_conflicting_or_ill_formed_options_is_a_usage_error(
+    turnkeep,
+) -> None:
     assert "say what to remove" in turnkeep("prune", code=2).stderr
     assert "say what to remove" in turnkeep("prune", "--all", "--older-than", "1d", code=2).stderr
     assert "not a duration" in turnkeep("prune", "--older-than", "soon", code=2).stderr

@@ -343,7 +343,7 @@ async def test_snapshots_missing_from_the_index_can_be_restored_and_erased_even_
         assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
-async def test_a_damaged_snapshot_file_that_several_restores_read_at_once_is_counted_as_one_damaged_file(
+async def test_a_damaged_snapshot_file_that_several_restores_read_concurrently_is_counted_as_one_damaged_file(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -447,7 +447,7 @@ async def test_a_restore_that_exceeds_its_time_limit_reads_no_further_file(
     assert 1 <= len(begun) <= stored_kv._IO_THREADS
 
 
-async def test_while_one_disk_read_hangs_all_further_disk_reads_time_out_at_once() -> None:
+async def test_while_one_disk_read_hangs_all_further_disk_reads_time_out_immediately() -> None:
     """Reads behind it would occupy the other threads too."""
     answers, readers = threading.Event(), IoThreads("test", 2)
     try:

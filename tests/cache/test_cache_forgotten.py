@@ -61,7 +61,7 @@ async def test_an_erase_removes_its_index_rows_even_if_the_index_was_locked_when
     assert store.kv.match(store.kv.chain("a"), OTHER).num_tokens == 10
 
 
-async def test_an_erase_is_confirmed_only_after_a_file_whose_removal_failed_has_been_removed(
+async def test_an_erase_that_failed_to_remove_a_file_is_confirmed_only_once_that_file_has_been_removed(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS, OTHER)
@@ -82,7 +82,9 @@ async def test_an_erase_is_confirmed_only_after_a_file_whose_removal_failed_has_
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-@pytest.mark.parametrize("was_here", [True, False])
+@pytest.mark.parametrize(
+    "was_here", [True, False], ids=["after an erase that failed", "without an erase before"]
+)
 async def test_an_erase_by_logged_hashes_removes_a_file_that_the_first_erase_could_not_remove(
     open_store, tmp_path, monkeypatch, was_here: bool
 ) -> None:
@@ -140,7 +142,7 @@ async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_re
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_after_a_failed_file_removal_later_erases_are_confirmed_once_the_file_is_saved_again(
+async def test_after_an_erase_failed_to_remove_a_file_a_later_erase_is_confirmed_once_the_file_is_saved_again(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -241,7 +243,7 @@ async def test_a_file_found_damaged_after_its_erase_is_removed_and_not_moved_to_
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [False, True], ids=["with the index", "without the index"])
 async def test_an_erase_removes_the_snapshots_of_the_same_tokens_of_other_models_and_settings(
     open_store, tmp_path, lost
 ) -> None:

@@ -45,7 +45,7 @@ def load(path, layout=None, num_tokens=BLOCK, **changes):
     return blank.arrays()
 
 
-def test_writing_a_snapshot_a_few_bytes_per_system_call_gives_the_same_file_as_writing_it_at_once(
+def test_writing_a_snapshot_a_few_bytes_per_system_call_gives_the_same_file_as_writing_it_in_one_call(
     path, tmp_path, monkeypatch
 ) -> None:
     at_a_time, writev = random.Random(7), os.writev

@@ -24,7 +24,9 @@ def name(tokens, parent=ROOT) -> Name:
     return Name(parent, 0 if parent == ROOT else 4, pack(tokens))
 
 
-def test_of_a_sessions_snapshots_with_equal_last_use_the_one_nearest_its_end_is_evicted_first() -> None:
+def test_of_a_sessions_snapshots_with_equal_last_use_the_one_nearest_the_sessions_end_is_evicted_first() -> (
+    None
+):
     index = SnapshotIndex(lambda: 0.0)
     one = index.add(name((1, 2)), 1)
     two = index.add(Name(one.digest, 2, pack((3,))), 1)
@@ -142,7 +144,7 @@ async def test_an_altered_row_of_the_cache_index_is_replaced_from_its_snapshot_f
     assert after == before
 
 
-@pytest.mark.parametrize("is_folder", [False, True])
+@pytest.mark.parametrize("is_folder", [False, True], ids=["a file", "a folder in its place"])
 async def test_opening_a_store_removes_a_partial_block_whose_preceding_partial_block_is_missing(
     open_store, tmp_path, *, is_folder: bool
 ) -> None:
@@ -162,7 +164,7 @@ async def test_opening_a_store_removes_a_partial_block_whose_preceding_partial_b
     assert store.stats().stored == len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("is_whole", [True, False], ids=["without the index", "without the first block"])
 async def test_opening_a_store_that_cannot_read_its_files_fails_and_quarantines_no_file(
     open_store, tmp_path, monkeypatch, *, is_whole: bool
 ) -> None:

@@ -132,7 +132,9 @@ async def test_an_erase_is_confirmed_only_if_the_directories_of_the_remote_tier_
     assert not (await one.eraser.erase("a", pack(TOKENS))).settled
 
 
-async def test_an_erase_keeps_remote_blocks_another_session_shares(open_two: Any, tmp_path: Path) -> None:
+async def test_an_erase_keeps_blocks_of_the_remote_tier_that_another_session_shares(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     other = [*TOKENS[:8], 77, 78]
@@ -142,7 +144,9 @@ async def test_an_erase_keeps_remote_blocks_another_session_shares(open_two: Any
     assert await fetched(one, other) == 10
 
 
-async def test_an_erase_by_logged_hashes_keeps_remote_blocks_another_session_shares(open_two: Any) -> None:
+async def test_an_erase_by_logged_hashes_keeps_blocks_of_the_remote_tier_that_another_session_shares(
+    open_two: Any,
+) -> None:
     one, two = await open_two()
     for tokens in (GONE, KEPT):
         await put(one, tokens)
@@ -151,7 +155,7 @@ async def test_an_erase_by_logged_hashes_keeps_remote_blocks_another_session_sha
     assert await fetched(two, GONE) == 132
 
 
-@pytest.mark.parametrize("by_note", [True, False])
+@pytest.mark.parametrize("by_note", [True, False], ids=["erased by logged hashes", "erased by tokens"])
 async def test_snapshots_saved_again_after_their_erasure_are_uploaded_to_the_remote_tier_again(
     open_two: Any, by_note: bool
 ) -> None:
@@ -318,7 +322,7 @@ async def test_an_erase_in_a_full_remote_tier_still_removes_the_snapshots_of_oth
     assert in_tier(tmp_path) == []
 
 
-async def test_an_erase_for_another_model_covers_what_was_uploaded_after_the_remote_tier_was_emptied(
+async def test_an_erase_removes_files_that_another_model_uploaded_after_the_remote_tier_was_emptied_by_hand(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     """As by an operator, for room."""
@@ -333,7 +337,7 @@ async def test_an_erase_for_another_model_covers_what_was_uploaded_after_the_rem
     assert in_tier(tmp_path) == []
 
 
-async def test_an_erase_covers_a_remote_tier_that_has_lost_its_list_of_models(
+async def test_an_erase_removes_snapshots_from_a_remote_tier_that_has_lost_its_list_of_models(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     """As in a bucket whose rules remove the oldest objects."""
@@ -641,7 +645,7 @@ async def test_an_erase_by_logged_hashes_repeats_an_erase_that_the_remote_tier_d
     assert in_tier(tmp_path) == []
 
 
-async def test_a_remote_tier_restored_from_a_backup_reports_the_older_log_position_to_which_it_is_erased(
+async def test_a_remote_tier_restored_from_a_backup_reports_the_older_log_position_of_its_last_erasures(
     open_two: Any, tmp_path: Path
 ) -> None:
     """It says how far they are; nothing is fetched before. What another session continues stays."""

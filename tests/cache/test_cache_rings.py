@@ -62,7 +62,7 @@ def keys_of(caches, start: int, end: int) -> list[float]:
     ]
 
 
-def test_under_the_sink_window_policy_plain_layers_get_ring_caches_and_other_layers_keep_their_caches() -> (
+def test_under_sink_window_plain_layers_get_ring_buffers_as_caches_and_other_layers_keep_their_caches() -> (
     None
 ):
     made = model(
@@ -83,20 +83,22 @@ def test_under_the_sink_window_policy_plain_layers_get_ring_caches_and_other_lay
 
 
 @pytest.mark.parametrize("make", [lambda: ChunkedKVCache(4), lambda: CacheList(KVCache(), ChunkedKVCache(4))])
-def test_making_sink_window_caches_for_an_unsupported_layer_class_raises_an_error_that_names_it(make) -> None:
+def test_making_sink_window_caches_for_an_unsupported_layer_class_raises_an_error_that_names_the_class(
+    make,
+) -> None:
     with pytest.raises(ValueError, match="sink_window is not for layers of ChunkedKVCache;"):
         layers.make(model(KVCache, make), POLICY)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 104, 105, 361, 1000])
-def test_the_size_reported_for_a_ring_cache_counts_only_its_visible_tokens(num_tokens) -> None:
+def test_the_size_reported_for_the_ring_buffer_of_a_window_counts_only_its_visible_tokens(num_tokens) -> None:
     caches = run(layers.make(model(KVCache, KVCache), POLICY), 0, num_tokens)
     assert layers.live_bytes(caches) == POLICY.num_visible(num_tokens) * 2 * TOKEN_BYTES
     assert layers.allocated_bytes(caches) == min(-(-num_tokens // SLACK) * SLACK, 360) * 2 * TOKEN_BYTES
 
 
 @pytest.mark.parametrize("num_tokens", [3, 104, 105, 1000])
-def test_a_ring_cache_rebuilt_from_copied_kv_holds_all_visible_tokens(num_tokens) -> None:
+def test_the_ring_buffer_of_a_window_rebuilt_from_copied_kv_holds_all_visible_tokens(num_tokens) -> None:
     caches = run(layers.make(model(KVCache, KVCache), POLICY), 0, num_tokens)
     again = layers.rebuild(
         visible(caches, num_tokens), layers.make(model(KVCache, KVCache), POLICY), num_tokens
@@ -111,7 +113,9 @@ def test_a_ring_cache_rebuilt_from_copied_kv_holds_all_visible_tokens(num_tokens
         layers.rebuild(visible(caches, num_tokens), layers.make(model(KVCache, KVCache), POLICY), 7)
 
 
-def test_ring_caches_of_several_layers_can_be_trimmed_only_to_positions_that_every_layer_allows() -> None:
+def test_ring_buffers_of_several_window_layers_can_be_trimmed_only_to_positions_that_every_layer_allows() -> (
+    None
+):
     caches = run(layers.make(model(KVCache, lambda: RotatingKVCache(50)), POLICY, rings=True), 0, 1000)
     assert layers.trimmable(caches)
     assert layers.earliest(caches) == 1000 - SLACK
@@ -127,7 +131,7 @@ def rings() -> list:
     return layers.make(model(KVCache, KVCache), POLICY)
 
 
-def test_a_ring_cache_and_its_fork_do_not_overwrite_each_other_as_both_grow() -> None:
+def test_the_ring_buffer_of_a_window_and_its_fork_do_not_overwrite_each_other_as_both_grow() -> None:
     """Both go on past the end of their arrays, where a ring overwrites its earliest tokens in place."""
     caches = run(rings(), 0, 600)
     other = layers.fork(caches, rings(), 500)
@@ -143,13 +147,13 @@ def test_a_ring_cache_and_its_fork_do_not_overwrite_each_other_as_both_grow() ->
     assert keys_of(other, 800, 900) == 2 * [[-800.0] * 100]
 
 
-def test_a_ring_cache_cannot_be_forked_at_a_position_whose_window_it_has_overwritten() -> None:
+def test_the_ring_buffer_of_a_window_cannot_be_forked_at_a_position_whose_window_was_overwritten() -> None:
     caches = run(rings(), 0, 700)
     with pytest.raises(ValueError, match="cannot go back"):
         layers.fork(caches, rings(), 400)
 
 
-def test_a_fork_of_a_quantised_ring_cache_has_the_codes_scales_and_biases_of_its_source() -> None:
+def test_a_fork_of_a_quantised_ring_buffer_of_kv_has_the_codes_scales_and_biases_of_its_source() -> None:
     made = model(KVCache, lambda: QuantizedKVCache(32, 8))
     quantised = layers.make(made, POLICY)[1]
     parts = [tuple(mx.quantize(mx.random.normal((1, 2, 9, 32)), 32, 8)) for _ in range(2)]
@@ -167,7 +171,9 @@ def _run(ring: RingCache, edges: list[int]) -> None:
         ring.write([keys], [keys + 0.5])
 
 
-def test_a_ring_cache_refuses_a_trim_to_tokens_that_were_overwritten_or_never_written() -> None:
+def test_the_ring_buffer_of_a_window_refuses_a_trim_to_tokens_that_were_overwritten_or_never_written() -> (
+    None
+):
     """Attention must never read tokens that were overwritten or never written."""
     ring = RingCache(4, 100)
     _run(ring, [*range(0, 1000, SLACK), 1000])

@@ -116,7 +116,7 @@ GOLDEN = (
 )
 
 
-def test_an_example_of_an_encrypted_file_can_be_decrypted_but_not_without_its_last_chunk(
+def test_a_recorded_example_of_an_encrypted_file_can_be_decrypted_but_not_without_its_last_chunk(
     tmp_path, monkeypatch
 ) -> None:
     """The file has a salt, two full chunks, and a partial chunk that is marked as the last."""
@@ -247,7 +247,7 @@ def test_a_cache_key_file_that_is_missing_or_accessible_to_other_users_is_refuse
         codec_by(tmp_path / "none")
 
 
-def test_only_an_encrypted_cache_needs_cryptography_and_without_it_says_which_extra_to_install(
+def test_only_an_encrypted_cache_needs_the_library_cryptography_and_names_its_extra_if_the_library_is_missing(
     tmp_path, monkeypatch
 ) -> None:
     done = subprocess.run(

@@ -81,8 +81,8 @@ async def test_recurrent_states_after_a_missing_block_can_be_restored_once_that_
     assert_sum_rule(store)
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["catalog", "headers"])
-async def test_a_reopened_store_restores_only_to_the_snapshots_that_contain_a_recurrent_state(
+@pytest.mark.parametrize("lost", [False, True], ids=["known from the index", "known from file headers"])
+async def test_a_reopened_store_restores_only_up_to_the_ends_of_snapshots_that_contain_a_recurrent_state(
     open_store, tmp_path, lost
 ) -> None:
     store = await open_store(layout=STATEFUL)

@@ -72,7 +72,7 @@ async def test_a_snapshot_erased_while_its_header_is_read_is_not_added_to_the_ma
     assert store.stats().stored == store.stats().held_bytes == 0
 
 
-async def test_a_snapshot_used_by_a_turn_during_its_write_is_counted_once_in_the_disk_accounting(
+async def test_a_snapshot_that_a_turn_uses_while_the_snapshot_is_written_is_counted_once_in_the_disk_usage(
     open_store, gate
 ) -> None:
     store = await open_store()
@@ -115,7 +115,9 @@ async def test_a_snapshot_larger_than_the_disk_limit_or_the_write_queue_is_not_s
     assert store.stats().dropped == {"too_large": 1}
 
 
-async def test_the_queue_takes_no_more_than_the_disk_limit_also_after_that_has_changed(open_store) -> None:
+async def test_the_write_queue_takes_no_more_bytes_than_the_disk_limit_even_after_that_limit_was_changed(
+    open_store,
+) -> None:
     """Snapshots of tokens that are not published wait there too, and would find no room later."""
     store = await open_store(max_bytes=1000, queue_bytes=3000)
     assert store.queue.vacant_bytes() == 1000

@@ -26,7 +26,7 @@ def piece_starts(store) -> list[tuple[int, int]]:
 
 
 @given(st.integers(0, 8).map(lambda power: 2**power), st.lists(st.integers(1, 40), min_size=1, max_size=300))
-def test_each_tokens_kv_is_written_to_disk_at_most_2_plus_log2_of_block_size_over_turn_size_times(
+def test_the_kv_of_a_token_is_written_to_disk_at_most_2_plus_log2_of_block_size_divided_by_turn_size_times(
     block, turns
 ) -> None:
     edges, end, writes = [0], 0, Counter()
@@ -69,7 +69,7 @@ async def test_saving_a_full_block_keeps_a_partial_block_that_another_sessions_k
     assert store.eraser.forget("a", pack(list(range(16)))) == 1
 
 
-@pytest.mark.parametrize("forget", [False, True])
+@pytest.mark.parametrize("forget", [False, True], ids=["replaced", "erased"])
 async def test_a_turn_can_extend_partial_blocks_that_other_turns_replaced_or_erased_meanwhile(
     open_store, forget
 ) -> None:
@@ -103,7 +103,7 @@ async def test_a_partial_block_whose_preceding_block_is_not_stored_is_not_saved(
     assert_sum_rule(store)
 
 
-@pytest.mark.parametrize("lose_the_catalog", [False, True])
+@pytest.mark.parametrize("lose_the_catalog", [False, True], ids=["with the index", "without the index"])
 async def test_after_a_crash_at_any_write_the_next_process_restores_every_durable_token(
     open_store, tmp_path, monkeypatch, lose_the_catalog
 ) -> None:
@@ -148,6 +148,6 @@ async def test_after_a_crash_at_any_write_the_next_process_restores_every_durabl
         await after.close()
 
 
-def test_a_partial_block_without_new_tokens_gets_no_further_partial_block_file() -> None:
+def test_a_turn_that_adds_no_token_to_a_partial_block_writes_no_further_file_of_that_block() -> None:
     assert blocks.tail_start((8,), 9) == 8
     assert blocks.tail_start((8, 9), 9) == 9

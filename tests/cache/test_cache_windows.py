@@ -56,7 +56,7 @@ def file_of(store, node):
     return store._folder.path(node.digest)
 
 
-def test_a_restore_buffer_has_an_offset_for_each_visible_part_of_a_block_and_none_for_the_other_parts() -> (
+def test_a_buffer_of_restored_kv_has_offsets_for_the_visible_parts_of_a_block_and_none_for_other_parts() -> (
     None
 ):
     place = TensorBuffers((), 0, Policy(2, 6), seen(Policy(2, 6), 20))
@@ -107,7 +107,7 @@ async def test_a_restore_reads_only_the_file_sections_that_its_layers_need(open_
     [(0, 0, 0), (3, 0, 12), (0, 1, 0), (9, 1, 36)],
     ids=["file 0, section 0", "file 3, section 0", "file 0, section 1", "file 9, section 1"],
 )
-async def test_damage_in_a_file_section_that_a_restore_reads_drops_that_file_and_all_later_files(
+async def test_damage_in_a_file_section_that_a_restore_reads_leaves_only_tokens_before_that_file_restorable(
     open_store, node, section, num_left
 ) -> None:
     """The prefix before that file has another window, so a new match is needed for it."""
@@ -143,7 +143,7 @@ async def test_a_snapshot_file_with_the_sections_of_another_layer_layout_is_reje
     assert store.stats().rejected == 1
 
 
-async def test_sessions_under_different_cache_policies_share_no_snapshots_and_an_erase_removes_all_of_them(
+async def test_sessions_under_different_cache_policies_share_no_snapshots_and_an_erase_covers_all_policies(
     open_store,
 ) -> None:
     store = await open_store()
@@ -247,7 +247,7 @@ async def test_a_session_rewound_into_evicted_blocks_saves_those_blocks_again_an
     assert_restored(await store.kv.load(match), LIMITED, rewound)
 
 
-@pytest.mark.parametrize("by_marks", [False, True])
+@pytest.mark.parametrize("by_marks", [False, True], ids=["erased by tokens", "erased by logged hashes"])
 async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_remaining_blocks(
     open_store, by_marks
 ) -> None:

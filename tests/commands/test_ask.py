@@ -86,7 +86,9 @@ def test_ask_on_a_terminal_needs_a_question_or_a_dash_which_makes_it_read_the_te
         assert "no NATS server" in terminal.transcript
 
 
-async def test_the_request_of_ask_has_the_given_generation_options(worker: LocalWorker) -> None:
+async def test_ask_sends_the_generation_options_of_its_command_line_in_its_request(
+    worker: LocalWorker,
+) -> None:
     options = ("--system", "Be brief.", "--top-p", 0.5, "--temperature", 2, "--seed", 7)
     options += ("--top-k", 5, "--min-p", 0.1, "--repetition-penalty", 1.5)
     done = await ask(worker, "hello", *options, "--stop", "END", "--stop", "\n\n")
@@ -213,7 +215,7 @@ async def test_ctrl_c_cancels_all_answers_that_one_ask_requested_and_closes_thei
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize("is_begun", [True, False], ids=["answer has begun", "answer has not begun"])
 async def test_a_question_given_up_with_ctrl_c_while_no_worker_runs_is_not_answered_by_the_next_worker(
     worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str, *, is_begun: bool
 ) -> None:
@@ -419,7 +421,9 @@ async def test_ask_starts_a_session_under_a_cache_policy_and_info_shows_its_visi
 
 
 @pytest.mark.parametrize("policy", ["half", "full:1", "sink_window:4", "sink_window:0,64", "paged:x"])
-def test_ask_with_an_unknown_or_incomplete_cache_policy_exits_with_2_and_shows_the_forms(policy: str) -> None:
+def test_ask_with_an_unknown_or_incomplete_cache_policy_exits_with_code_2_and_shows_the_valid_forms(
+    policy: str,
+) -> None:
     done = turnkeep(*ASKED, "--cache-policy", policy)
     assert done.returncode == 2
     assert f"'{policy}' must be full, sink_window:SINK,WINDOW with two numbers" in " ".join(

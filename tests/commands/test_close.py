@@ -58,7 +58,7 @@ async def test_the_command_close_closes_the_named_sessions_and_with_the_option_f
     ), "a removal of what is gone"
 
 
-async def test_close_with_forget_says_that_content_stays_in_a_remote_tier_that_fails_until_it_can_be_erased(
+async def test_close_with_forget_says_that_content_stays_in_a_failing_remote_tier_until_a_worker_can_erase_it(
     local_worker: Callable[..., Awaitable[LocalWorker]],
     tiny_model: Path,
     tmp_path: Path,
@@ -81,7 +81,7 @@ async def test_close_with_forget_says_that_content_stays_in_a_remote_tier_that_f
 
 
 @pytest.mark.parametrize("words", [("close", "s"), ("rewind", "s", "--position", "0"), ("fork", "s", "new")])
-async def test_close_rewind_and_fork_say_that_a_full_disk_keeps_their_request_out_of_the_log(
+async def test_the_commands_close_rewind_and_fork_say_that_a_full_disk_keeps_their_request_out_of_the_log(
     worker: LocalWorker, words: tuple[str, ...]
 ) -> None:
     await worker.client.session("s").append(text="hello")

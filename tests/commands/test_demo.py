@@ -116,7 +116,9 @@ def test_the_command_run_on_a_terminal_continues_the_chat_of_its_previous_run(
     assert processes_with(str(tmp_path / "data")) == []
 
 
-def test_the_command_run_says_why_a_question_empty_text_or_missing_path_is_no_model(tmp_path: Path) -> None:
+def test_the_command_run_refuses_a_question_an_empty_text_or_a_missing_path_as_its_model_with_the_reason(
+    tmp_path: Path,
+) -> None:
     questions = [
         (one, 2, f"is a model, and {one!r} is none; to ask it: echo {shlex.quote(one)} | turnkeep run\n")
         for one in ("Say hello", "line\nbreak")

@@ -103,7 +103,7 @@ def locking(data: Path, note: str) -> TextIO:
     return file
 
 
-@pytest.mark.parametrize("has_lock", [True, False])
+@pytest.mark.parametrize("has_lock", [True, False], ids=["data directory locked", "not yet locked"])
 def test_ask_prints_that_a_worker_is_starting_and_waits_for_that_worker(
     tmp_path: Path, tiny_model: Path, *, has_lock: bool
 ) -> None:

@@ -209,7 +209,7 @@ def test_the_help_of_serve_shows_for_each_option_its_allowed_values_or_their_for
     assert shown in help_of("serve", flag="--help-all")
 
 
-def test_the_option_model_exists_only_in_serve_doctor_demo_model_path_and_cache_verify() -> None:
+def test_only_the_commands_serve_doctor_demo_model_path_and_cache_verify_have_the_option_model() -> None:
     own = [command for command in commands() if command[0] != "bench"]
     having = {command for command in own if "\n  --model " in help_of(*command)}
     assert having == {("serve",), ("doctor",), ("demo",), ("model", "path"), ("cache", "verify")}
@@ -306,7 +306,7 @@ def test_a_misspelt_command_fails_and_suggests_the_right_one(typed: str, meant: 
     assert f"Did you mean '{meant}'?" in done.stderr
 
 
-def test_info_of_a_model_that_is_not_loaded_prints_that_the_next_request_loads_the_model(
+def test_the_command_info_of_a_model_that_is_not_loaded_prints_that_the_next_request_loads_the_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _print_metrics(unloaded_metrics(worker="vm-small", version="1", model="small", others=()))

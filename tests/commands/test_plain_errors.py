@@ -88,7 +88,7 @@ def test_ctrl_c_while_a_command_imports_its_modules_prints_no_traceback() -> Non
 
 
 @pytest.mark.parametrize("command", [("cache", "list"), ("export", "s", "file")], ids=lambda words: words[0])
-def test_ctrl_c_while_a_command_imports_numpy_ends_it_like_ctrl_c_elsewhere(
+def test_ctrl_c_while_a_command_imports_numpy_ends_the_command_by_sigint_without_a_message(
     command: tuple[str, ...], tmp_path: Path
 ) -> None:
     """An interrupted numpy raises an ImportError, whose message is about its installation."""
@@ -104,7 +104,7 @@ def test_ctrl_c_while_a_command_imports_numpy_ends_it_like_ctrl_c_elsewhere(
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
-def test_the_module_of_a_command_is_imported_while_ctrl_c_ends_the_process_at_once(
+def test_while_the_module_of_a_command_is_imported_ctrl_c_ends_the_process_by_the_default_signal_handler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen, before = [], signal.getsignal(signal.SIGINT)
@@ -118,7 +118,7 @@ def test_the_module_of_a_command_is_imported_while_ctrl_c_ends_the_process_at_on
     assert (seen, signal.getsignal(signal.SIGINT)) == ([signal.SIG_DFL], before)
 
 
-def test_each_command_that_a_message_of_the_program_names_exists() -> None:
+def test_each_turnkeep_command_named_in_a_message_of_the_program_exists() -> None:
     sources = [
         path
         for room in ("cache", "commands", "gateway", "ops", "worker")

@@ -50,7 +50,7 @@ def test_terminal_output_wraps_between_words_and_fills_each_line_as_far_as_possi
     assert all(cell_len(line) + 1 + len(after.split()[0]) >= columns for line, after in pairwise(shown))
 
 
-def test_a_word_streamed_to_the_terminal_is_printed_only_once_it_is_complete() -> None:
+def test_a_word_streamed_to_the_terminal_is_printed_only_after_the_word_is_complete() -> None:
     words = WordWrap()
     assert words.feed("hello wor") == "hello"
     assert words.feed("ld") == ""

@@ -65,7 +65,7 @@ async def abandoned(process: Process, model: Held, *, fenced: bool) -> Answer:
     return growing
 
 
-@pytest.mark.parametrize("fenced", [True, False])
+@pytest.mark.parametrize("fenced", [True, False], ids=["ended by the fence", "ended by a cancel"])
 async def test_a_session_erased_while_the_device_still_runs_its_cancelled_turn_leaves_no_kv(
     make_model, open_process, fenced
 ) -> None:

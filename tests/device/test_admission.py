@@ -413,7 +413,9 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
     return given, asyncio.create_task(run)
 
 
-@pytest.mark.parametrize("sampling", first([RowSampling(1.0, seed=7), RowSampling()]), ids=["hot", "greedy"])
+@pytest.mark.parametrize(
+    "sampling", first([RowSampling(1.0, seed=7), RowSampling()]), ids=["temperature 1", "greedy"]
+)
 async def test_when_answers_outgrow_memory_the_youngest_pauses_and_each_gets_the_same_tokens_as_alone(
     make_engine, make_model, sampling
 ) -> None:

@@ -93,7 +93,7 @@ def test_a_config_with_rope_parameters_gives_the_same_logits_as_one_with_the_old
 @pytest.mark.packaging
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in UNROTATED])
-def test_a_rope_scaling_gives_the_same_logits_under_each_config_field_name_or_is_refused(
+def test_a_rope_scaling_of_a_model_config_gives_the_same_logits_under_the_older_and_newer_field_names(
     family: str, scaling: dict[str, Any]
 ) -> None:
     parameters = {"rope_type": "default", "rope_theta": THETA}

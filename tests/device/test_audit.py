@@ -77,7 +77,7 @@ async def test_the_kv_audit_recomputes_restored_blocks_and_reports_no_correct_bl
         assert found.num_prefilled <= 2, "the session's KV is still on the device"
 
 
-@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("is_used", [False, True], ids=["block not in use", "block in use by a turn"])
 async def test_the_kv_audit_quarantines_a_wrong_block_and_removes_all_later_blocks_that_continue_it(
     build_model, open_process, tmp_path, monkeypatch, is_used
 ) -> None:

@@ -289,7 +289,9 @@ def test_an_unreadable_file_of_batching_self_test_results_is_treated_as_empty_an
 
 
 @pytest.mark.parametrize("way", [2, -1, True, "1", None, 1.0])
-def test_a_batching_self_test_whose_stored_result_is_out_of_range_runs_again(path: Path, way: object) -> None:
+def test_a_batching_self_test_whose_stored_result_is_no_valid_number_runs_again(
+    path: Path, way: object
+) -> None:
     path.write_text(json.dumps({"model": {"merge": way}}))
     assert Trials(path, "model").way("merge", lambda: 0, 2) == 0
 

@@ -84,7 +84,7 @@ def arrays(tensors: dict[str, Any]) -> dict[str, mx.array]:
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS | OTHERS))
-def test_kv_copied_for_a_snapshot_has_the_tensors_of_the_layout_computed_for_the_model(
+def test_kv_copied_for_a_snapshot_has_the_tensor_names_types_and_shapes_computed_for_the_model(
     build_model, kind
 ) -> None:
     """Checked at several lengths, and in bfloat16, where parts of a state may have another type."""

@@ -270,7 +270,9 @@ async def test_a_paged_prompt_whose_stored_kv_is_lost_does_not_change_a_concurre
         assert len(growing.tokens) == 1000
 
 
-async def test_a_paged_prompt_starts_no_disk_read_after_a_hung_one(model, open_process, monkeypatch) -> None:
+async def test_a_paged_prompt_starts_no_further_disk_reads_while_an_earlier_disk_read_hangs(
+    model, open_process, monkeypatch
+) -> None:
     """It would stop the answers beside it, too."""
     answers, num_begun, tokens = threading.Event(), 0, as_tokens(prompt(40 * CHUNK))
 

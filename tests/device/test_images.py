@@ -321,9 +321,9 @@ def test_prefill_continued_inside_an_image_gives_the_same_logits_as_an_uninterru
 @pytest.mark.parametrize(
     ("multiple", "kind"),
     [(SLACK, "gemma3"), (SLACK, "gemma4"), (4096, "gemma3")],
-    ids=["slack-gemma3", "slack-gemma4", "grid-gemma3"],
+    ids=["write boundary-gemma3", "write boundary-gemma4", "count boundary-gemma3"],
 )
-async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_gets_the_same_answer_as_with_plain_caches(
+async def test_an_image_across_a_boundary_of_a_windows_ring_buffer_gets_the_same_answer_as_with_plain_caches(
     seeing, open_process, kind, multiple
 ) -> None:
     """Of the tokens that a ring writes at once, or of those after which a ring may count from 0 again."""
@@ -336,7 +336,7 @@ async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_gets_the_same_
     assert found == seen.greedy(tokens, (image,), found)
 
 
-async def test_an_image_too_long_for_the_spare_room_of_a_ring_cache_gets_the_answer_of_plain_caches(
+async def test_an_image_too_long_for_the_spare_room_of_a_windows_ring_buffer_gets_the_answer_of_plain_caches(
     seeing, open_process
 ) -> None:
     """Behind a text of which its first token still sees the end; rewound to, and restored."""
@@ -354,7 +354,7 @@ async def test_an_image_too_long_for_the_spare_room_of_a_ring_cache_gets_the_ans
         assert (await run(process, tokens, 4, read))[1] == expected
 
 
-def test_a_ring_cache_written_with_an_image_keeps_the_image_and_the_window_before_its_first_token(
+def test_the_ring_buffer_of_a_window_keeps_a_written_image_and_the_window_before_the_images_first_token(
     seeing,
 ) -> None:
     """The last layer's keys are those that follow from mlx-lm's windows, which overwrite nothing so early."""
@@ -518,7 +518,7 @@ async def test_a_turn_whose_image_cannot_be_read_fails_and_concurrent_turns_comp
         assert (await run(process, asked[0], 6, read))[1] == found
 
 
-async def test_cancelling_a_turn_that_waits_for_an_image_ends_it_and_the_next_turn_is_answered(
+async def test_cancelling_a_turn_that_waits_for_an_image_ends_that_turn_and_the_next_turn_is_answered(
     seeing, open_process
 ) -> None:
     seen, image = seeing("idefics3"), picture(1)
@@ -591,7 +591,7 @@ async def test_a_running_answer_is_delayed_by_at_most_one_layer_of_the_vision_en
     assert all(later > before for before, later in itertools.pairwise(counts)), counts
 
 
-async def test_an_image_too_large_for_free_memory_waits_for_room_and_is_then_refused_with_its_size_in_bytes(
+async def test_an_image_too_large_for_free_memory_waits_for_memory_and_is_then_refused_with_its_size_in_bytes(
     seeing, open_process, monkeypatch
 ) -> None:
     seen, image, starved = seeing("idefics3"), picture(1), list[vision.Starvation]()

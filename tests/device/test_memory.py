@@ -212,7 +212,7 @@ def test_the_memory_of_latent_attention_is_estimated_as_unfused_with_the_latent_
     assert not shape.fuses(_PROFILES["metal"].fused_head_dims)
 
 
-def test_estimated_scratch_memory_grows_with_the_number_of_layers_whose_arrays_are_kept() -> None:
+def test_estimated_scratch_memory_grows_with_the_number_of_layers_whose_arrays_are_kept_at_a_time() -> None:
     """Metal frees a command buffer's inputs only after it has run, and ten buffers may be in flight."""
     shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
     one, ten, four = (

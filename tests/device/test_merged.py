@@ -65,7 +65,9 @@ class Broken:
         raise MemoryError(index)
 
 
-def test_the_graph_behind_a_merged_caches_offset_stays_small_in_a_long_answer(build_model) -> None:
+def test_the_unevaluated_mlx_graph_of_a_merged_kv_caches_offset_stays_small_in_a_long_answer(
+    build_model,
+) -> None:
     """Attention without rotary positions never reads it, so each step adds five edges and a buffer."""
     model = build_model("granitemoehybrid", position_embedding_type="nope")
     batch = batched(model, where=NO_RINGS)
@@ -299,7 +301,9 @@ def test_a_batch_row_that_joins_merged_kv_caches_takes_no_more_memory_than_estim
         assert mx.get_active_memory() - before <= said + 20_000
 
 
-def test_all_rows_are_listed_as_growing_before_a_step_that_enlarges_merged_kv_caches(make_model) -> None:
+def test_all_batch_rows_are_listed_as_needing_memory_before_a_step_that_enlarges_their_merged_kv_caches(
+    make_model,
+) -> None:
     """Merged KV grows by 256 tokens for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
     merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))

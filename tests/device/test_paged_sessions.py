@@ -248,7 +248,9 @@ def test_in_a_paged_session_the_most_relevant_chunk_replaces_the_least_relevant_
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
-def test_a_paged_session_reads_a_chunk_newly_matched_by_the_last_question_before_one_always_matched() -> None:
+def test_a_paged_session_reads_a_chunk_that_only_the_last_question_matches_before_one_that_all_match() -> (
+    None
+):
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for asked in ({5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.8}):
         pages.note(mx.array([asked.get(page, 0.0) for page in range(40)]))
@@ -271,7 +273,7 @@ async def _answered(process: Process, tokens: list[int], num: int) -> tuple[Any,
     return outcome, answer
 
 
-async def test_a_paged_turn_reads_its_most_relevant_chunks_from_disk_and_a_restart_restores_only_a_part(
+async def test_a_paged_turn_reads_its_most_relevant_chunks_from_disk_and_a_restart_loads_only_part_of_the_kv(
     model, open_process, monkeypatch
 ) -> None:
     """The prompt attends to the rest of the session from disk, which is not kept on the device."""

@@ -155,7 +155,7 @@ async def test_with_a_new_process_for_each_turn_only_new_tokens_are_prefilled_an
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", *CUT])
-async def test_a_rewound_session_reuses_stored_kv_or_the_last_stored_recurrent_state(
+async def test_a_rewound_session_reuses_kv_up_to_the_rewind_or_to_the_last_recurrent_state_stored_before_it(
     open_process, kind
 ) -> None:
     """The device's caches cannot be trimmed. On disk there is a recurrent state at each block boundary."""

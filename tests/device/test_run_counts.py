@@ -58,6 +58,17 @@ LOST = RuntimeError("out of memory")
         ("found5 gap gap gap found6 gap gap gap gap", "yyyyyyn"),
         ("lost gap lost gap lost gap lost", "yyyyyyn"),
     ],
+    ids=[
+        "four failures",
+        "a new token after three failures",
+        "two failures in its own prompt",
+        "failures elsewhere and in its own prompt",
+        "failures that later pieces avoid",
+        "stored kv missing four times",
+        "stored kv missing at one position",
+        "stored kv missing at two positions",
+        "failures and missing kv in turn",
+    ],
 )
 def test_a_turn_is_restarted_after_device_failures_until_the_limit_of_failures_without_progress(
     events: str, may_start_again: str

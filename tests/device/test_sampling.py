@@ -115,7 +115,9 @@ def test_top_p_computed_on_a_few_candidates_draws_the_same_tokens_as_with_a_full
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
-def test_top_k_and_top_p_keep_the_tokens_of_their_definition_in_a_large_vocabulary(spread) -> None:
+def test_top_k_and_top_p_keep_exactly_the_tokens_of_a_large_vocabulary_that_their_definitions_name(
+    spread,
+) -> None:
     logits = rows(2, 6, spread=spread)
     samplings = [RowSampling(1.0, top_p=p, top_k=k) for p, k in [(0.9, 0), (0.2, 0), (0.9, 50), (0.5, 2000)]]
     samplings += [RowSampling(1.0, top_k=300), RowSampling(1.0, top_p=0.99)]

@@ -285,7 +285,7 @@ async def test_kv_of_idle_sessions_is_not_copied_for_saving_until_a_full_disk_ha
         assert len(copied) == 1
 
 
-async def test_saving_missing_kv_of_an_idle_session_evicts_only_snapshots_that_were_used_earlier(
+async def test_saving_kv_that_an_idle_session_lacks_on_disk_evicts_only_snapshots_that_were_used_earlier(
     make_model, open_process
 ) -> None:
     """The disk has room for two of four idle sessions: each would evict another's KV without end."""

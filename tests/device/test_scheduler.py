@@ -79,7 +79,7 @@ def test_the_scheduler_runs_the_long_prefill_pieces_of_a_paged_prompt_without_ot
     assert [one.ran for one in others] == [[3], [3, 5, 6, 2]]
 
 
-def test_when_long_answers_fill_the_batch_a_short_answer_gets_an_extra_row_at_once() -> None:
+def test_when_long_answers_fill_the_batch_a_short_answer_immediately_gets_an_extra_row() -> None:
     long, short, shorts = [Turn(4) for _ in range(6)], Turn(4, is_short=True), Turn(4, is_short=True)
     scheduler = scheduler_of(*long, max_rows=2)
     for _ in range(4):

@@ -100,7 +100,7 @@ def test_sessions_waiting_for_a_shared_prefix_prefill_the_prefix_themselves_if_t
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_cancelling_a_turn_that_waits_for_a_shared_prefix_and_has_an_invalid_token_ends_it_only_once(
+def test_a_turn_with_an_invalid_token_cancelled_while_it_waits_for_a_shared_prefix_ends_exactly_once(
     make_rig, model
 ) -> None:
     rig = make_rig(model)

@@ -313,7 +313,7 @@ def test_prompt_lookup_finds_the_latest_earlier_occurrence_of_the_last_tokens_at
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_prompt_lookup_rules_out_a_draft_only_if_no_next_token_would_allow_one(tokens: list[int]) -> None:
+def test_prompt_lookup_rules_out_a_draft_only_if_no_next_token_would_allow_a_draft(tokens: list[int]) -> None:
     for token in range(4):
         row = Row([], array("I", tokens), RowSampler(RowSampling()), len(tokens) - 1, 10)
         may = Lookup().num_missing(row) == 0

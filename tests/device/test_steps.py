@@ -91,7 +91,7 @@ def test_prefill_pieces_take_the_part_of_the_step_time_limit_that_running_answer
     assert learned(token_s, row_s).budget(4) == budget
 
 
-@pytest.mark.parametrize("before_s", [None, 0.3], ids=["nothing", "a hiccup"])
+@pytest.mark.parametrize("before_s", [None, 0.3], ids=["no slow step before", "after one slow step"])
 def test_prefill_pieces_grow_until_steps_reach_the_time_limit_even_if_all_steps_prefill_a_prompt(
     before_s: float | None,
 ) -> None:
@@ -198,7 +198,7 @@ def test_the_time_limit_of_a_prompt_that_waits_for_memory_restarts_after_each_st
     assert chooser.choose().hopeless is not None
 
 
-def test_if_memory_is_short_the_prompt_that_could_run_is_failed_and_not_one_that_waits_for_the_disk(
+def test_if_memory_is_short_the_prompt_that_could_run_fails_and_not_a_prompt_that_waits_for_the_disk(
     estimator, monkeypatch
 ) -> None:
     monkeypatch.setattr(step_chooser, "PATIENCE_S", 0.0)

@@ -76,7 +76,7 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     assert turn.request.answer.finish_reason == "length"
 
 
-def test_tokens_of_an_answer_that_runs_alone_are_reported_together_but_for_the_first(
+def test_the_first_token_of_an_answer_that_runs_alone_is_reported_immediately_and_later_tokens_together(
     make_rig, model, monkeypatch
 ) -> None:
     monkeypatch.setattr(runner, "_CHUNK_S", 60)
@@ -88,7 +88,9 @@ def test_tokens_of_an_answer_that_runs_alone_are_reported_together_but_for_the_f
     assert "".join(chunk.text for chunk in rig.chunks(turn)) == turn.request.answer.text
 
 
-def test_tokens_drawn_in_a_step_with_a_prompt_are_reported_at_once(make_rig, model, monkeypatch) -> None:
+def test_tokens_drawn_in_a_step_that_also_prefills_a_prompt_are_reported_immediately_one_by_one(
+    make_rig, model, monkeypatch
+) -> None:
     """The next step may be a long one too."""
     monkeypatch.setattr(runner, "_CHUNK_S", 60)
     rig = make_rig(model)
@@ -172,7 +174,7 @@ def test_snapshots_are_made_of_requested_prompt_blocks_all_answer_blocks_and_the
         ((16, 20), (24, 31)),
     ],
 )
-def test_the_snapshot_of_an_answers_last_block_has_only_new_tokens_or_replaces_shorter_pieces(
+def test_of_the_last_partial_block_of_an_answer_only_new_tokens_are_stored_unless_shorter_parts_are_replaced(
     make_rig, model, edges, cut
 ) -> None:
     """Stored pieces of the block stay, except those that are not longer than the new piece."""

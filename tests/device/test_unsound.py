@@ -117,7 +117,9 @@ PLACES = ["in_cut", "in_mixed_step", "in_prefill", "in_step_ahead", "in_decoding
 
 
 @pytest.mark.metal
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", PLACES, ids=lambda place: place.replace("_", " ").replace("cut", "copying kv")
+)
 async def test_no_token_and_no_snapshot_is_made_from_the_results_of_a_failed_gpu_evaluation(
     make_model, open_process, buffers, place
 ) -> None:

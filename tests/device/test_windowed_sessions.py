@@ -42,7 +42,7 @@ def test_the_kv_of_a_windowed_session_stays_at_the_size_of_its_sinks_and_window(
     assert rig.device.kv(POLICY).held(10**6) == (23 + SLACK) * per_token
 
 
-def test_batch_rows_of_windowed_sessions_join_a_shared_kv_array_once_and_never_move_to_another(
+def test_batch_rows_of_windowed_sessions_join_a_shared_kv_array_once_and_never_move_to_another_array(
     make_model, make_rig, monkeypatch
 ) -> None:
     joined: list[int] = []
@@ -55,7 +55,9 @@ def test_batch_rows_of_windowed_sessions_join_a_shared_kv_array_once_and_never_m
     assert all(rig.end(turn).cost.num_cached > SLACK + 23 for turn in turns)
 
 
-def test_a_restored_ring_cache_leaving_a_shared_kv_array_claims_no_tokens_that_it_lacked() -> None:
+def test_a_restored_ring_buffer_that_leaves_a_shared_kv_array_does_not_claim_tokens_that_it_never_had() -> (
+    None
+):
     """It has room for more tokens than the last ones, with which it was restored."""
     ring = RingCache(POLICY.sink, POLICY.window or 0)
     restored = [mx.ones((1, 2, 23, 8))]
@@ -66,7 +68,7 @@ def test_a_restored_ring_cache_leaving_a_shared_kv_array_claims_no_tokens_that_i
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_prefilled_in_pieces_as_at_once(
+def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_prefilled_in_pieces_as_in_one_piece(
     make_model, make_rig, kv_bits
 ) -> None:
     """Its KV has the size of the codes, and of a scale and a bias for each group."""
@@ -118,7 +120,7 @@ def _run(forward: Forward, rings: list[RingCache], tokens: Sequence[int], length
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss"])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(1, 159), max_size=12, unique=True))
-def test_ring_cache_attention_over_any_split_of_the_prompt_equals_attention_with_window_masks(
+def test_ring_buffer_attention_over_any_split_of_the_prompt_equals_attention_with_window_masks(
     make_model, build_model, kind: str, cuts: list[int]
 ) -> None:
     model = make_model(kind)

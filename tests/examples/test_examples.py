@@ -173,7 +173,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 
 
 @pytest.mark.parametrize("here", ["jobs"], indirect=True)
-async def test_an_orchestrator_waits_on_if_the_nats_library_raises_the_timeout_error_of_python(
+async def test_an_orchestrator_keeps_waiting_if_the_nats_library_raises_pythons_own_timeout_error(
     here: Here, tmp_path: Path
 ) -> None:
     (launcher := tmp_path / "late.py").write_text(LATE)

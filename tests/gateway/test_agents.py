@@ -277,7 +277,7 @@ async def test_the_anthropic_client_lists_models_counts_tokens_and_raises_its_ow
     assert refused.value.body["type"] == "error", "in this API's shape"
 
 
-async def test_the_anthropic_client_raises_not_found_for_a_request_with_the_thread_type_continue(
+async def test_the_anthropic_client_raises_its_not_found_error_for_a_request_to_continue_a_thread(
     client: AsyncAnthropic,
 ) -> None:
     import anthropic

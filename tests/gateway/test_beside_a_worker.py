@@ -141,7 +141,9 @@ def test_launch_finds_a_gateway_that_was_started_apart_for_the_data_directory_an
     assert process.stop() == 0
 
 
-def test_a_gateway_that_ends_leaves_the_notes_of_earlier_and_later_gateways(tmp_path: Path) -> None:
+def test_a_gateway_that_ends_removes_only_its_own_address_file_from_the_data_directory(
+    tmp_path: Path,
+) -> None:
     with noted(tmp_path, "http://0.0.0.0:1"):
         assert noted_gateway(tmp_path) == "http://127.0.0.1:1"
         with noted(tmp_path, "http://127.0.0.1:2"):
@@ -158,7 +160,9 @@ def test_a_gateway_that_ends_leaves_the_notes_of_earlier_and_later_gateways(tmp_
     assert noted_gateway(tmp_path) is None, "it was killed"
 
 
-def test_a_gateway_that_cannot_write_its_note_on_a_full_disk_ends_without_an_error(tmp_path: Path) -> None:
+def test_a_gateway_that_cannot_write_its_address_file_on_a_full_disk_runs_and_ends_without_an_error(
+    tmp_path: Path,
+) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
     try:
@@ -202,7 +206,7 @@ def test_a_worker_whose_gateway_port_is_in_use_fails_before_it_loads_the_model(
 
 
 @pytest.mark.process
-async def test_the_command_gateway_checks_keys_sends_cors_and_explain_headers_and_ends_at_eof(
+async def test_the_command_gateway_checks_api_keys_and_sends_cors_and_explain_headers_and_ends_at_eof(
     local_worker: Any, tmp_path: Path
 ) -> None:
     worker, port, site = await local_worker(), free_port(), "https://chat.example"

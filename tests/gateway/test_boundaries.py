@@ -112,7 +112,7 @@ def test_an_answer_that_a_client_sends_back_with_stripped_white_space_matches_th
     assert after not in boundaries.after_answer(prompt, result("\n"))
 
 
-def test_the_gateway_decodes_request_ids_and_fork_tags_that_it_made_and_no_others() -> None:
+def test_the_gateway_decodes_only_request_ids_and_fork_tags_that_the_gateway_itself_made() -> None:
     name = RequestName(b"\xab" * 16, b"\x02" * 8, 3)
     assert RequestName.parse(str(name)) == name
     for other in ("turn-1", "a-b-c", str(name).upper(), f"{name}-1", ""):
@@ -209,7 +209,7 @@ def test_a_session_continued_by_another_gateway_stays_indexed_unless_its_templat
 
 
 @pytest.mark.parametrize(("num_running", "expected"), [(1, 9), (0, None)])
-async def test_a_refused_fork_makes_the_gateway_forget_the_sessions_position_unless_a_request_runs(
+async def test_after_a_refused_fork_the_gateway_waits_for_a_running_request_or_forgets_the_sessions_position(
     num_running: int, expected: int | None
 ) -> None:
     index, held = SessionIndex(), IndexedSession("s", 3, 1.0)
@@ -237,7 +237,9 @@ def test_of_several_sessions_with_the_same_conversation_the_gateway_picks_one_th
     assert index.find(after) == (three, (10, True))
 
 
-def test_the_conversation_index_lists_for_removal_idle_sessions_and_the_oldest_beyond_its_limit() -> None:
+def test_the_conversation_index_lists_idle_sessions_and_the_oldest_ones_beyond_its_limit_for_removal() -> (
+    None
+):
     index = SessionIndex()
     for number in range(MOST_SESSIONS + 3):
         index.add(IndexedSession(str(number), 0, float(number)))
@@ -253,7 +255,7 @@ def test_requests_that_differ_in_sampling_options_or_answer_index_have_different
     assert len(digests) == 6
 
 
-def test_a_repeat_that_fails_while_the_first_request_runs_leaves_known_where_the_log_has_them() -> None:
+def test_after_a_failed_repeat_the_gateway_knows_the_log_positions_of_a_request_that_may_still_run() -> None:
     """Else a client that leaves would cancel an answer that another gateway's client waits for."""
     asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
     for seq in (5, 9):

@@ -148,7 +148,9 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_proxy")
-async def test_a_request_fetches_4_images_at_once_and_is_refused_beyond_100_images_or_32_mib() -> None:
+async def test_a_request_fetches_4_images_at_the_same_time_and_is_refused_beyond_100_images_or_32_mib() -> (
+    None
+):
     host, fetcher = Host(lambda to: to.sendall(bytes(10_000_000))), ImageFetcher(["127.0.0.1"])
     with pytest.raises(Fault, match="the fetched images have more than 33554432 bytes") as large:
         await fetcher.fetched(linked(host, 60))

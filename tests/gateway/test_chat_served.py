@@ -290,7 +290,7 @@ async def ask_at(
 
 
 @pytest.mark.parametrize(("api", "restarts"), [(APIS["chat"], False), (APIS["messages"], True)])
-async def test_an_answer_that_a_client_sends_back_joined_to_its_prefix_continues_its_conversation(
+async def test_an_answer_that_a_client_sends_back_joined_to_the_answer_prefix_continues_the_conversation(
     served: Any, http: httpx2.AsyncClient, door: Any, api: Api, *, restarts: bool
 ) -> None:
     said, num_prompt, _, how = await ask_at(http, api, BEGUN)

@@ -193,7 +193,7 @@ def options(max_tokens: int, **more: Any) -> dict[str, Any]:
     return {"model": "m", "max_output_tokens": max_tokens, "temperature": 0.9, "extra_body": extra, **more}
 
 
-async def test_a_background_response_runs_without_a_connection_and_can_be_replayed_from_any_event(
+async def test_a_background_response_runs_without_a_client_connection_and_can_be_replayed_from_any_event(
     worker: Any, served: Any, door: Any
 ) -> None:
     create = served.openai.responses.create
@@ -252,7 +252,7 @@ async def test_a_failed_background_response_reports_its_error_when_fetched_and_w
         assert [one["sequence_number"] for one in told] == [*range(first, first + len(told))]
 
 
-async def test_a_failed_answer_of_the_log_names_the_field_as_its_api_does(
+async def test_the_error_of_a_failed_answer_names_the_field_at_fault_as_the_api_of_the_request_spells_it(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     form = {"type": "json_schema", "name": "a", "schema": {"type": "wat"}, "strict": True}
@@ -265,7 +265,9 @@ async def test_a_failed_answer_of_the_log_names_the_field_as_its_api_does(
     assert durable[-1]["error"]["param"] == "text.format"
 
 
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize(
+    "is_late", [False, True], ids=["before the stream begins", "after the stream has begun"]
+)
 async def test_a_streaming_request_refused_by_a_log_without_space_returns_an_error_without_an_answer_id(
     worker: Any, served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
@@ -336,7 +338,7 @@ async def test_of_two_simultaneous_requests_with_one_idempotency_key_only_one_st
     assert sorted(one.headers["x-turnkeep-session"].split()[-1] for one in answers) == ["begun", "repeated"]
 
 
-@pytest.mark.parametrize("knows", [False, True])
+@pytest.mark.parametrize("knows", [False, True], ids=["one gateway knows the conversation", "both know it"])
 async def test_two_gateways_give_one_answer_per_idempotency_key_even_if_only_one_knows_the_conversation(
     worker: Any, door: Any, served: Any, http: httpx2.AsyncClient, *, knows: bool
 ) -> None:

@@ -128,7 +128,7 @@ async def launched(folder: Path, *arguments: str, **environment: str) -> Said:
     return done.returncode, done.stdout, done.stderr
 
 
-async def test_a_running_http_server_leaves_the_handling_of_signals_to_its_command() -> None:
+async def test_a_running_http_server_leaves_the_handling_of_signals_to_the_command_that_started_it() -> None:
     """A signal that uvicorn handled would come again at its end, and cancel what the command closes."""
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with listening("127.0.0.1", 0) as listener:

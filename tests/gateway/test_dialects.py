@@ -37,7 +37,7 @@ async def test_each_api_gives_the_same_text_streamed_or_whole_and_prefills_only_
     assert how(await ask(user("Else?"), *told[1:], user("Two?"))) == "begun"
 
 
-async def test_an_error_has_the_json_form_of_the_api_to_which_the_path_or_a_header_belongs(
+async def test_an_error_has_the_json_form_of_the_api_to_which_the_requests_path_or_header_belongs(
     http: httpx2.AsyncClient,
 ) -> None:
     anthropic = {"anthropic-version": "2023-06-01"}

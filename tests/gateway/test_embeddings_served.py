@@ -76,7 +76,7 @@ async def test_the_ollama_embed_endpoint_truncates_long_inputs_and_accepts_empty
 
 
 @pytest.mark.serves("embedding_model")
-async def test_truncate_prompt_tokens_truncates_embedding_inputs_and_with_minus_1_to_the_context_length(
+async def test_embedding_inputs_are_cut_to_the_option_truncate_prompt_tokens_or_if_minus_1_to_the_context(
     served: Any,
 ) -> None:
     """As vLLM has it; without it, OpenAI's API refuses an input that is too long."""
@@ -169,7 +169,7 @@ async def test_the_instruction_of_a_rerank_request_reaches_the_reranker_and_chan
 
 
 @pytest.mark.serves("reranker")
-async def test_the_gateway_reranks_many_documents_and_truncates_a_long_one_only_if_requested(
+async def test_the_gateway_reranks_many_documents_and_truncates_a_long_document_only_if_requested(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     long = {"query": QUERY, "documents": ["words " * 2000, *DOCUMENTS * 10], "max_tokens_per_doc": 20}

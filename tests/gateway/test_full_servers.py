@@ -67,7 +67,7 @@ async def test_a_request_that_the_log_does_not_acknowledge_gets_an_error_that_sa
             await asyncio.sleep(0.1)
 
 
-async def test_the_health_endpoint_says_that_nothing_is_stored_although_another_model_is_not_loaded(
+async def test_the_health_endpoint_says_that_the_log_stores_nothing_even_if_one_of_two_models_is_not_loaded(
     worker: Any, door: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Metrics of a model that is not loaded know nothing of the disk."""
@@ -126,7 +126,7 @@ def full_disk(mounted: Callable[[str], Path]) -> Iterator[FullDisk]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_requests_of_all_apis_on_a_full_disk_get_an_error_that_says_so_and_are_answered_with_room(
+async def test_requests_of_all_apis_get_an_error_about_a_full_disk_and_are_answered_once_there_is_space(
     full_disk: FullDisk, local_worker: Any, door: Any, monkeypatch: pytest.MonkeyPatch, *, stream: bool
 ) -> None:
     """The server sends no error: requests and answers just are not stored, now and later."""

@@ -186,7 +186,9 @@ async def test_the_gateway_closes_a_connection_whose_first_or_second_request_hea
         assert status(await wire.head()) == 200
 
 
-async def test_pipelined_requests_are_answered_in_order_also_behind_one_that_is_refused(served: Any) -> None:
+async def test_pipelined_http_requests_are_answered_in_order_even_behind_a_refused_request(
+    served: Any,
+) -> None:
     one = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
     async with connected(served) as wire:
         await wire.send(one + b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n" + one)
@@ -206,7 +208,7 @@ async def test_pipelined_requests_are_answered_in_order_also_behind_one_that_is_
         ("GET", "/v1/responses/resp_0", b""),
     ],
 )
-async def test_a_refusal_leaves_the_connection_of_a_client_open_whose_body_was_read(
+async def test_after_refusing_a_request_whose_body_was_read_the_gateway_leaves_the_connection_open(
     served: Any, method: str, path: str, body: bytes
 ) -> None:
     async with connected(served) as wire:
@@ -219,7 +221,9 @@ async def test_a_refusal_leaves_the_connection_of_a_client_open_whose_body_was_r
             assert (400 <= status(head) < 502, b"connection: close" in head) == (True, False), head
 
 
-async def test_a_client_that_waits_for_a_100_before_its_body_gets_the_refusal_instead(served: Any) -> None:
+async def test_a_client_that_waits_for_status_100_before_sending_its_body_gets_the_refusal_instead(
+    served: Any,
+) -> None:
     async with connected(served) as wire:
         head = POST.replace(CHAT.encode(), b"/v1/nothing") + b"content-length: 10\r\nexpect: 100-continue\r\n"
         await wire.send(head + b"\r\n")

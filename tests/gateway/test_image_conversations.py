@@ -65,7 +65,7 @@ async def served(
 
 
 TYPES = {"chat": "image_url", "messages": "image", "responses": "input_image", "ollama": "image"}
-BOTH = pytest.mark.parametrize("served", [True, False], indirect=True, ids=["sees", "blind"])
+BOTH = pytest.mark.parametrize("served", [True, False], indirect=True, ids=["vision model", "text model"])
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ async def test_a_conversation_with_a_damaged_image_is_refused_and_the_next_reque
         assert good.status_code == 200, name
 
 
-async def test_a_broken_image_in_a_later_turn_is_named_by_its_message_in_the_conversation(
+async def test_the_error_for_a_broken_image_in_a_later_turn_has_the_number_of_its_message_in_the_conversation(
     served: Served,
 ) -> None:
     broken = RED[:40]  # only the worker finds that out

@@ -169,7 +169,7 @@ async def test_a_gateway_stopped_before_an_answer_is_complete_asks_its_client_to
     assert (again.status_code, again.headers["x-turnkeep-session"].split()[1]) == (200, "repeated")
 
 
-async def test_a_gateway_that_stops_while_a_body_is_missing_answers_in_the_form_of_the_api(
+async def test_a_gateway_that_stops_while_a_request_body_is_incomplete_returns_an_error_in_the_apis_form(
     worker: Any, gateway: Any
 ) -> None:
     stopped = await gateway()
@@ -195,7 +195,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.serves("endless_model")
-async def test_a_stream_that_a_stopping_gateway_cuts_ends_with_an_error_event_and_is_resumed_at_another(
+async def test_a_stream_cut_by_a_stopping_gateway_ends_with_an_error_event_and_is_resumed_at_another_gateway(
     worker: Any, gateway: Any
 ) -> None:
     stopped, found = await gateway(), dict.fromkeys(STREAMS, "")
@@ -488,7 +488,7 @@ async def test_a_client_that_leaves_cancels_no_answer_that_a_client_of_another_g
 
 
 @pytest.mark.serves("endless_model")
-async def test_two_clients_that_leave_a_gateway_cancel_no_answer_that_another_ones_client_joined_between(
+async def test_an_answer_goes_on_when_two_clients_of_one_gateway_leave_but_a_client_of_another_gateway_stays(
     worker: Any, gateway: Any
 ) -> None:
     asked, clients = question("Begin.", 3_000, temperature=0.0), [Followed(), Followed(), Followed()]

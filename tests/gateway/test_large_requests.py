@@ -143,7 +143,7 @@ async def test_a_client_that_disconnects_during_a_large_append_cancels_the_runni
     assert cancelled[0] == decode_request(sent[0]).id
 
 
-def test_usage_does_not_count_tokens_that_an_earlier_attempt_of_the_request_has_appended() -> None:
+def test_the_usage_of_a_request_does_not_count_tokens_that_an_earlier_attempt_of_it_has_appended() -> None:
     counts = {"tokens": 7, "cached_tokens": 0, "prefilled_tokens": 7, "kv_live_bytes": 0}
     again = Appended(id="a", seq=6, position=7, repeat_of=5, seconds=0, **counts)
     assert _with_appended(generated(), [again]).usage == generated().usage

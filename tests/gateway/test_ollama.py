@@ -66,7 +66,7 @@ async def test_the_gateway_lists_its_models_in_the_formats_of_ollama_and_lm_stud
     assert (studio["id"], studio["state"], studio["max_context_length"]) == (listed["name"], "loaded", 2048)
 
 
-def test_the_gateway_lists_an_unloaded_model_as_not_loaded_and_one_with_reasoning_as_thinking() -> None:
+def test_the_gateway_lists_an_unloaded_model_as_not_loaded_and_a_model_with_reasoning_as_thinking() -> None:
     more = {"worker": "w", "version": "1", "model": "m", "context_tokens": 2048, "reasoning": True}
     model = GatewayModel("m", unloaded_metrics(**more))
     (studio,) = answers.page_v0([model])["data"]
@@ -84,7 +84,7 @@ async def test_unsupported_ollama_endpoints_return_501_and_name_the_alternative(
         assert (refused.status_code, words in refused.json()["error"]) == (501, True)
 
 
-async def test_an_ollama_stream_has_only_lines_of_json_even_before_the_log_has_its_request(
+async def test_an_ollama_stream_has_only_json_lines_even_while_its_request_is_not_yet_in_the_log(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_response, "_PATIENCE_S", 0.1)

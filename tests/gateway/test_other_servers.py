@@ -49,7 +49,7 @@ async def test_the_gateway_accepts_compressed_bodies_and_applies_the_size_limit_
         assert answer.status_code == status, (coding, sent[:20], answer.text)
 
 
-async def test_a_body_may_begin_with_a_byte_order_mark_also_if_it_is_compressed(
+async def test_a_request_body_may_begin_with_a_byte_order_mark_even_if_the_body_is_compressed(
     http: httpx2.AsyncClient,
 ) -> None:
     body = codecs.BOM_UTF8 + json.dumps(HELLO | {"input": "Hello."}).encode()

@@ -80,7 +80,7 @@ async def test_a_starting_gateway_indexes_each_session_by_the_turns_that_are_sti
             assert (state == "failed") == (letter in expected.get("failed", ())), f"{letter} in {story}"
 
 
-async def test_a_starting_gateway_reads_recent_sessions_whole_and_of_older_ones_only_the_last_position(
+async def test_a_starting_gateway_reads_recent_sessions_whole_and_of_older_sessions_only_the_last_position(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "_MOST_READ", 1)
@@ -93,7 +93,7 @@ async def test_a_starting_gateway_reads_recent_sessions_whole_and_of_older_ones_
     assert len(index.sessions) == 2
 
 
-async def test_a_running_request_in_the_index_belongs_to_a_session_there_after_a_second_reading_of_the_log(
+async def test_after_a_gateway_reads_the_log_twice_a_running_request_in_its_index_has_a_session_in_the_index(
     worker: Any,
 ) -> None:
     """The first reading may have failed in the middle."""

@@ -151,13 +151,15 @@ def test_each_error_maps_to_an_http_status_an_openai_code_and_an_anthropic_error
         assert said["message"].startswith("prompt is too long")
 
 
-def test_the_error_while_nothing_is_stored_names_a_full_disk_and_a_cluster_without_quorum() -> None:
+def test_the_error_while_nats_stores_nothing_names_a_full_disk_and_a_cluster_without_quorum_as_causes() -> (
+    None
+):
     said = fault_of(NotStoredError()).message
     assert "is its disk full?" in said
     assert "start more servers of its cluster" in said
 
 
-def test_a_worker_that_names_a_message_names_it_by_the_number_that_the_client_knows_or_by_none() -> None:
+def test_an_error_that_a_worker_reports_for_a_message_names_the_clients_message_number_or_no_number() -> None:
     """The worker gets only new messages; of some APIs, one message of the client is several."""
     error = failed("invalid_request", field="messages[0].content[1]").behind(4, "messages")
     for names, param in (

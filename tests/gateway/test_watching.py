@@ -87,7 +87,7 @@ async def test_the_gateways_metrics_endpoint_counts_requests_conversations_and_t
 
 
 @pytest.mark.serves("endless_model")
-async def test_the_explain_header_says_which_message_is_the_first_unknown_one_but_not_its_content(
+async def test_the_explain_header_names_the_first_unknown_message_by_number_but_not_the_messages_content(
     gateway: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gateway")
@@ -128,7 +128,7 @@ async def test_the_explain_header_says_which_message_is_the_first_unknown_one_bu
     assert "Again" not in text
 
 
-def test_the_gateway_indexes_at_most_the_20000_most_recent_message_boundaries() -> None:
+def test_the_conversation_index_of_a_gateway_keeps_about_the_20000_most_recent_message_boundaries() -> None:
     seen = RecentBoundaries()
     for number in range(50_000):
         known = [number.to_bytes(4, "big") + bytes([at]) for at in range(3)]

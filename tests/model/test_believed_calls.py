@@ -678,14 +678,14 @@ def test_a_tool_call_argument_that_fits_its_schema_or_cannot_be_checked_is_accep
     ],
     ids=repr,
 )
-def test_converting_an_argument_to_a_schema_that_forbids_it_raises_an_error(value: Any, schema: Any) -> None:
+def test_a_tool_call_argument_that_cannot_be_converted_to_fit_its_schema_raises_an_error(
+    value: Any, schema: Any
+) -> None:
     with pytest.raises(NoCallError):
         fitted(value, schema)
 
 
-def test_a_recursive_argument_schema_is_checked_at_every_depth_and_an_endless_schema_refuses_any_call() -> (
-    None
-):
+def test_a_recursive_argument_schema_is_checked_at_every_depth_and_an_endless_schema_fits_no_call() -> None:
     tree = {"type": "object", "properties": {"of": {"$ref": "#/$defs/tree"}, "n": WHOLE}}
     parameters = {"properties": {"x": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}}
     offered = OfferedTools([{"function": {"name": "f", "parameters": parameters}}])

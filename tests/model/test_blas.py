@@ -47,7 +47,7 @@ print(library[0].decode())
     assert "openblas" in run(code)[0]
 
 
-def test_on_avx2_cpus_the_preload_selects_fast_openblas_kernels_unless_the_operator_chose_others() -> None:
+def test_on_avx2_cpus_the_openblas_preload_selects_fast_kernels_unless_the_operator_chose_others() -> None:
     """OpenBLAS 0.3.21 does not know Xeons after Sapphire Rapids and would run SSE3 kernels on them."""
     flags = Path("/proc/cpuinfo").read_text().split()
     if "avx2" not in flags:
@@ -60,7 +60,9 @@ def test_on_avx2_cpus_the_preload_selects_fast_openblas_kernels_unless_the_opera
     )
 
 
-def test_the_preload_without_openblas_reports_the_slowdown_and_the_command_that_installs_openblas() -> None:
+def test_without_openblas_the_openblas_preload_reports_the_slowdown_and_the_command_that_installs_it() -> (
+    None
+):
     (line,) = run("status = preload(('libnothere.so.0',))\nprint(status)")
     assert "library=None, needed=True" in line
     assert "15 times slower" in line
@@ -75,12 +77,12 @@ def test_a_second_preload_of_openblas_returns_the_same_status_as_the_first() -> 
     assert run("first = preload()\nimport mlx.core\nprint(preload() == first)") == ["True"]
 
 
-def test_with_a_gpu_build_of_mlx_the_preload_loads_no_openblas_and_gives_no_advice() -> None:
+def test_with_a_gpu_build_of_mlx_the_openblas_preload_loads_nothing_and_gives_no_advice() -> None:
     cuda = "from worker.models import blas\nblas._is_installed = lambda name: name == 'mlx-cuda-13'\n"
     assert run(cuda + "print(preload())") == ["BlasStatus(library=None, needed=False, advice='')"]
 
 
-def test_the_preload_raises_an_error_with_the_extras_to_install_if_mlx_has_no_back_end(
+def test_the_openblas_preload_raises_an_error_with_the_extras_to_install_if_mlx_has_no_back_end(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "mlx").mkdir()
@@ -90,7 +92,7 @@ def test_the_preload_raises_an_error_with_the_extras_to_install_if_mlx_has_no_ba
     assert line.startswith("MLX has no back end: pip install 'turnkeep[cpu]' ")
 
 
-def test_the_preload_with_two_installed_mlx_back_ends_advises_to_uninstall_one_of_them() -> None:
+def test_with_two_installed_mlx_back_ends_the_openblas_preload_advises_to_uninstall_one_of_them() -> None:
     both = "from worker.models import blas\nblas._is_installed = {'mlx-cpu', 'mlx-cuda-13'}.__contains__\n"
     (line,) = run(both + "print(preload().advice)")
     assert line.startswith(

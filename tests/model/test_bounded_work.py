@@ -78,7 +78,7 @@ LONG = [[num] for num in range(9_000)]
         (1, {"not": {"enum": list(range(2, 9_000))}}),
     ],
 )
-def test_an_argument_is_checked_against_one_costly_schema_and_refused_if_there_are_2000_of_them(
+def test_a_tool_call_argument_is_checked_against_one_costly_schema_and_refused_for_2000_such_schemas(
     value: Any, schema: Any
 ) -> None:
     assert fitted(value, schema)
@@ -179,7 +179,7 @@ def test_a_tool_call_that_contains_an_f_string_is_never_given_to_the_python_pars
 
 
 @pytest.mark.parametrize("text", ["a" * 2_000, "a[CALL_ID]" + "b" * 2_000, "a" + " " * 2_000 + "b"])
-def test_text_after_a_mistral_call_marker_that_begins_no_call_is_streamed_at_once(text: str) -> None:
+def test_text_after_a_mistral_call_marker_that_begins_no_call_is_streamed_immediately(text: str) -> None:
     one = splitter("mistral_args")
     assert "".join(one.push(char).text for char in f"[TOOL_CALLS]{text}") == f"[TOOL_CALLS]{text}"
     assert one.malformed

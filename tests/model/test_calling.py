@@ -168,7 +168,7 @@ def next_of(tokenizer: Tokenizer, follower: Any, draft: str = "") -> list[str | 
     return [allowed(tokenizer, mask) for mask in follower.masks(tokens)]
 
 
-def test_token_masks_allow_only_the_end_of_reasoning_once_the_reasoning_budget_is_used_up(
+def test_once_the_reasoning_budget_is_used_up_token_masks_allow_only_the_end_of_reasoning(
     tokenizer: Tokenizer,
 ) -> None:
     follower = thinking(tokenizer, budget=3).follow(())
@@ -184,7 +184,9 @@ def test_token_masks_allow_only_the_end_of_reasoning_once_the_reasoning_budget_i
     assert next_of(tokenizer, ended) == [None]
 
 
-def test_each_white_space_token_before_the_reasoning_is_decoded_only_once(tokenizer: Tokenizer) -> None:
+def test_token_masks_decode_each_white_space_token_before_the_reasoning_of_an_answer_only_once(
+    tokenizer: Tokenizer,
+) -> None:
     spelled: list[int] = []
 
     def spell(token: int) -> bytes:

@@ -85,7 +85,7 @@ async def test_a_grammar_accepts_its_forced_text_as_single_byte_tokens_or_as_lon
     assert accepts(grammar, tokenizer.encode(tokenizer.as_text(text), at_start=False))
 
 
-async def test_token_masks_for_drafts_keep_the_grammar_state_and_allow_only_end_tokens_after_a_wrong_draft(
+async def test_token_masks_for_drafts_leave_the_grammar_state_as_is_and_only_allow_an_end_after_a_wrong_draft(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     grammar = await grammars.compiled(RegexFormat("[ab]{1,8}c"))
@@ -182,7 +182,7 @@ async def test_compiling_a_malformed_too_costly_or_unsatisfiable_grammar_raises_
 
 
 @pytest.mark.parametrize("steps", [(10_000_000,), (1e30,), (0.0003, 70_001), (97, 98, 99), (123_457, 0)])
-async def test_json_schemas_are_refused_only_if_compiling_their_multiple_of_values_would_be_costly(
+async def test_a_json_schema_is_refused_if_its_multiple_of_keywords_are_costly_to_compile_and_else_compiled(
     grammars: Grammars, steps: tuple[float, ...]
 ) -> None:
     schemas = [{"type": "number", "multipleOf": step} for step in steps]

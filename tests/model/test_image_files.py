@@ -226,7 +226,7 @@ def image_processor(taught_model: Path) -> ImageProcessor:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_truncated_or_malformed_image_file_is_refused_in_one_sentence_and_under_64_mib(
+def test_a_truncated_or_malformed_image_file_is_refused_in_one_sentence_using_under_64_mib_of_memory(
     name: str, image_processor: ImageProcessor
 ) -> None:
     data = BROKEN[name]()

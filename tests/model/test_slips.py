@@ -318,7 +318,9 @@ def test_the_markers_around_a_kimi_k3_answer_are_not_part_of_its_text() -> None:
         ("kimi_k2", "<|tool_call_begin|> begins a call"),
     ],
 )
-def test_a_quoted_tool_call_or_one_with_two_readings_is_shown_as_text(family: str, text: str) -> None:
+def test_a_tool_call_that_is_quoted_or_can_be_parsed_in_two_ways_is_shown_as_text(
+    family: str, text: str
+) -> None:
     assert calls_in(family, text, TOOLS) == []
     assert outcome(splitter(family, tools=TOOLS), [wide(text)])[0].strip() == text
 

@@ -438,7 +438,7 @@ def test_messages_added_one_by_one_give_the_same_tokens_as_rendering_the_whole_c
         max_size=4,
     ),
 )
-def test_a_chat_with_sampled_answers_has_the_text_of_rendering_the_whole_conversation(
+def test_a_chat_with_sampled_answers_has_the_same_text_as_a_rendering_of_the_whole_conversation(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, list[int] | str, bool]]
 ) -> None:
     """The sampled tokens are arbitrary; the template may replace some of them."""
@@ -505,7 +505,7 @@ TURNS = st.lists(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(["packaged", *TEMPLATES]), turns=TURNS)
-def test_a_conversation_stored_and_loaded_before_each_turn_gets_the_same_tokens_as_one_in_memory(
+def test_a_conversation_stored_and_loaded_before_each_turn_gets_the_same_tokens_as_if_kept_in_memory(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, Any]]
 ) -> None:
     """The turns have messages of any role, truncated answers, raw content and rewinds to any position."""
@@ -545,7 +545,7 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
     return ""
 
 
-def test_a_chat_that_starts_with_a_system_message_has_after_each_turn_the_text_of_the_full_rendering(
+def test_a_chat_that_starts_with_a_system_message_has_after_each_turn_the_text_of_a_full_rendering(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     """The chats begin with a system message; some answers lack an end token; one template has a date."""
@@ -612,7 +612,7 @@ def test_a_new_question_drops_earlier_reasoning_even_from_a_truncated_or_rewritt
         ([(0, 5, None), (5, 8, "c")], [None, "c"]),
     ],
 )
-def test_overlapping_raw_parts_are_joined_and_the_joined_text_is_known_only_if_both_texts_are_known(
+def test_overlapping_parts_of_raw_text_are_joined_and_the_joined_text_is_known_only_if_both_are_known(
     tokenizer: Tokenizer, parts: list[tuple[int, int, str | None]], texts: list[str | None]
 ) -> None:
     found = Conversation(tokenizer, DAY)
@@ -625,7 +625,7 @@ def test_overlapping_raw_parts_are_joined_and_the_joined_text_is_known_only_if_b
     ("num_kept", "num_new", "num_shared"),
     [(300, 0, 2), (300, 200, 2), (256, 200, 2), (255, 200, 1), (100, 200, 0), (0, 5, 0)],
 )
-def test_a_checkpoint_after_a_rewind_reuses_only_the_stored_segments_before_the_rewind_position(
+def test_a_checkpoint_after_a_rewind_reuses_only_stored_parts_of_the_conversation_before_the_rewind_position(
     num_kept: int, num_new: int, num_shared: int
 ) -> None:
     before = tuple(Segment("raw", at, at + 1, text="old") for at in range(300))

@@ -102,7 +102,7 @@ def test_no_leading_space_is_added_to_the_text_if_the_gguf_file_has_add_space_pr
     assert tokenizer.decode(tokenizer.encode("the cat", at_start=True)) == "the cat"
 
 
-def test_a_chat_appended_turn_by_turn_with_a_llama_tokenizer_has_the_text_of_the_full_rendering(
+def test_a_chat_appended_turn_by_turn_with_a_llama_tokenizer_has_the_same_text_as_if_rendered_as_a_whole(
     make: Callable[..., Tokenizer],
 ) -> None:
     template = (
@@ -250,7 +250,7 @@ def expected(text: str, stop: list[str]) -> tuple[str, str | None]:
 
 @pytest.mark.model
 @given(tokens=RANDOM)
-def test_the_streamed_text_of_random_tokens_equals_the_text_decoded_at_once(
+def test_the_streamed_text_of_random_tokens_equals_the_text_of_the_same_tokens_decoded_as_a_whole(
     tokenizer: Tokenizer, tokens: list[int]
 ) -> None:
     whole = tokenizer._rust.decode(tokens, skip_special_tokens=False)

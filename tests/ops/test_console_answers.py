@@ -257,7 +257,7 @@ PNG = png(1)
 DIGEST = sha256(PNG).hexdigest()
 
 
-async def test_the_console_api_returns_a_question_with_the_digests_under_which_it_serves_the_images(
+async def test_the_console_api_returns_a_question_with_the_digests_under_which_its_images_are_served(
     worker: LocalWorker, page: Page
 ) -> None:
     data = b64encode(PNG).decode()

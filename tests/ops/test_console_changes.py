@@ -184,7 +184,7 @@ async def test_the_consoles_regenerate_button_uses_a_new_session_name_and_refuse
     await walked(browser, client, walk)
 
 
-async def test_a_title_is_of_one_session_and_of_no_other_with_a_similar_name_or_of_another_model(
+async def test_a_title_given_to_a_session_is_not_shown_for_a_session_of_similar_name_or_of_another_model(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -230,7 +230,7 @@ async def test_a_double_click_on_the_consoles_regenerate_button_starts_only_one_
     await walked(browser, client, walk)
 
 
-async def test_the_consoles_close_button_closes_the_displayed_variant_even_if_another_is_closed_already(
+async def test_the_consoles_close_button_closes_the_shown_variant_even_if_another_variant_is_already_closed(
     browser: Browser, client: Client
 ) -> None:
     session = client.session("plan")
@@ -288,7 +288,7 @@ async def test_in_the_console_page_a_folded_option_out_of_range_is_unfolded_and_
     await walked(browser, client, walk)
 
 
-async def test_refreshing_the_consoles_session_list_keeps_the_focus_and_goes_back_from_an_emptied_page(
+async def test_refreshing_the_consoles_session_list_keeps_the_focus_and_leaves_a_page_that_has_become_empty(
     browser: Browser, client: Client
 ) -> None:
     for number in range(51):

@@ -436,7 +436,7 @@ def test_importing_a_session_file_with_forged_or_oversized_content_fails_with_th
     assert "\n" not in str(refused.value)
 
 
-async def test_a_session_import_drops_result_headers_that_no_export_writes(
+async def test_a_session_import_drops_headers_of_results_that_a_session_export_never_writes(
     worker: LocalWorker, tmp_path: Path
 ) -> None:
     more = {"Nats-Batch-Commit": "1", "Nats-Rollup": "sub", "Turnkeep-Checkpoint": "1 00"}

@@ -133,7 +133,7 @@ def test_the_metrics_page_is_served_even_if_a_worker_sends_a_histogram_with_miss
     assert shown(structs.replace(metrics("w1"), batch_size=forged))[key("batch_size_count")] == 7
 
 
-def test_the_exporter_reports_a_silent_worker_as_down_and_later_removes_it_while_others_stay() -> None:
+def test_the_exporter_reports_a_silent_worker_as_down_and_later_removes_it_while_other_workers_stay() -> None:
     clock = Clock()
     fleet = Fleet(60, clock)
     fleet.hear(structs.replace(metrics("w1"), interval_s=2.0))

@@ -455,7 +455,7 @@ async def given_up(bitten: LocalWorker) -> list[dict[str, Any]]:
     return found
 
 
-async def test_turnkeep_dead_prints_a_request_that_was_given_up_after_failures_with_its_text(
+async def test_the_command_dead_prints_each_request_that_was_given_up_after_failures_with_its_text(
     bitten: LocalWorker,
 ) -> None:
     (letter,) = await given_up(bitten)
@@ -511,7 +511,9 @@ async def test_dropping_a_dead_letter_keeps_its_request_in_the_log(bitten: Local
     )
 
 
-async def test_a_session_that_is_answered_while_its_end_is_read_has_that_answer(worker: LocalWorker) -> None:
+async def test_reading_the_end_of_a_session_finds_an_answer_that_is_stored_during_the_reading(
+    worker: LocalWorker,
+) -> None:
     """Its request is read before the answer is stored, and its results too."""
 
     class Early(LogStream):

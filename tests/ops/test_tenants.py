@@ -216,7 +216,7 @@ async def test_a_forged_reply_subject_cannot_write_into_another_tenants_account(
     await beta.close()
 
 
-async def test_the_nats_user_for_metrics_receives_the_workers_metrics_and_the_counts_of_the_backlog(
+async def test_the_nats_user_for_metrics_receives_the_workers_metrics_and_the_counts_of_waiting_requests(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turnkeep_client.client, "METRICS_S", 600)  # asking the worker is denied at once

@@ -265,7 +265,9 @@ def test_a_forged_metrics_message_changes_nothing_that_exporter_top_and_console_
     assert samples(page(fleet))[key("resident_kv_bytes")] == 1024
 
 
-def test_top_keeps_a_bounded_number_of_metrics_messages_per_worker_for_any_uptimes_in_the_messages() -> None:
+def test_top_keeps_a_bounded_number_of_metrics_messages_per_worker_whatever_uptimes_the_messages_state() -> (
+    None
+):
     for step_s in (0.0, 0.001, 0.1, 5.0):
         fleet = Fleet(60, window_s=60)
         for number in range(200):

@@ -161,7 +161,7 @@ async def test_the_command_verify_reports_a_result_that_was_changed_or_duplicate
     [("", 0), ("position", 0), ("position", 7777), (HISTORY_HEADER, "00" * 16)],
     ids=["sound", "position 0", "position 7777", "other history"],
 )
-async def test_the_command_verify_reports_a_cancelled_result_with_an_earlier_position_or_other_tokens(
+async def test_the_command_verify_reports_a_cancelled_result_with_a_wrong_position_or_a_wrong_history_digest(
     local_worker: Start, what: str, lie: object
 ) -> None:
     worker = await lived(local_worker)
@@ -253,7 +253,7 @@ async def searched(worker: LocalWorker, *arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-async def test_cache_remains_lists_log_entries_kv_files_and_texts_left_of_a_session_closed_with_forget(
+async def test_the_command_cache_remains_lists_log_entries_kv_files_and_texts_left_of_a_forgotten_session(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model: Path
 ) -> None:
     """Entries and chunks of the log, files of KV under any name of a folder, and texts; else 0."""
@@ -291,7 +291,7 @@ async def test_cache_remains_lists_log_entries_kv_files_and_texts_left_of_a_sess
     assert (await searched(worker))[0] == 0, "what came after it is not what was forgotten"
 
 
-async def test_cache_remains_lists_log_entries_of_a_session_closed_with_forget_that_are_not_yet_removed(
+async def test_the_command_cache_remains_lists_log_entries_of_a_forgotten_session_that_are_not_yet_removed(
     local_worker: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as the worker has not removed them."""

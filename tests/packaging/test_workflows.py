@@ -92,7 +92,7 @@ def test_the_release_script_refuses_a_tag_that_differs_from_the_version() -> Non
     assert done.stderr.startswith("the tag is v9.9.9 and the version ")
 
 
-def test_the_first_errors_script_prints_the_lint_type_and_test_failures_of_a_log(tmp_path: Path) -> None:
+def test_the_first_errors_script_prints_the_lint_type_and_test_failures_of_a_ci_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     lines = ["worker/app.py:3:1: F401 unused", "worker/app.py:5: error: no", *["fine"] * 100]
     lines += ["E   assert 1 == 2", "FAILED tests/test_rooms.py::test_a", "= 1 failed, 2 passed in 3.21s ="]

@@ -248,7 +248,7 @@ async def test_connecting_to_a_nats_server_with_too_small_a_message_limit_raises
         await connect(url, name="test", min_payload_bytes=2000)
 
 
-async def test_a_nats_server_that_a_full_disk_keeps_from_starting_names_its_folder(
+async def test_the_error_of_a_nats_server_that_a_full_disk_keeps_from_starting_names_the_servers_folder(
     server, directory, monkeypatch
 ):
     def fails(*_: object):

@@ -186,7 +186,7 @@ async def test_a_limited_number_of_slots_goes_to_waiting_tasks_in_rotation_among
     assert order == ["a1", "a2", "a3", "b1", "c1", "a4", "b2", "a5"]
 
 
-@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("is_late", [False, True], ids=["slot not yet given", "slot just given"])
 async def test_a_task_cancelled_while_it_waits_for_a_slot_passes_the_slot_to_the_next_tenants_task(
     is_late: bool,
 ) -> None:

@@ -99,7 +99,7 @@ def test_opening_an_unwritable_data_directory_fails_with_an_error_that_says_not_
         DataDir.open(tmp_path)
 
 
-def test_limits_that_are_read_again_while_a_worker_ends_are_noted_nowhere(tmp_path):
+def test_disk_limits_that_are_read_again_while_a_worker_ends_are_not_written_to_its_lock_file(tmp_path):
     with DataDir.open(tmp_path) as opened:
         pass
     before = (tmp_path / "worker.lock").read_text()
@@ -108,7 +108,7 @@ def test_limits_that_are_read_again_while_a_worker_ends_are_noted_nowhere(tmp_pa
 
 
 @pytest.mark.parametrize(("shift_s", "starts"), [(0, True), (-3600, False), (3600, False)])
-def test_a_worker_is_starting_only_near_the_time_of_its_lock_even_if_the_clock_was_set(
+def test_a_worker_counts_as_starting_only_if_the_mtime_of_its_lock_file_is_close_to_the_current_time(
     shift_s, starts, tmp_path
 ):
     with DataDir.open(tmp_path):

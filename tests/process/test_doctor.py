@@ -145,7 +145,7 @@ async def test_the_command_doctor_fails_for_a_too_old_nats_server_with_the_same_
     assert (await examine(dataclasses.replace(small, nats=url)))["NATS"].state == "warn"
 
 
-async def test_the_command_doctor_fails_if_a_worker_of_another_data_directory_has_the_name_on_a_remote_server(
+async def test_the_command_doctor_fails_if_a_remote_server_has_a_worker_of_the_same_name_and_another_data_dir(
     foreign_server, small, tmp_path
 ):
     url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")}, max_payload=2**21)
@@ -289,7 +289,7 @@ def test_the_command_doctor_fails_for_truncated_or_incomplete_model_files_with_t
 
 
 @pytest.mark.mounts
-@pytest.mark.parametrize("is_named", [True, False])
+@pytest.mark.parametrize("is_named", [True, False], ids=["a named model", "the packaged model"])
 def test_the_doctor_fails_if_a_gguf_model_to_be_converted_does_not_fit_on_the_disk_of_the_data_directory(
     mounted, settings, tmp_path, monkeypatch, is_named
 ):

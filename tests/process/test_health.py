@@ -132,7 +132,7 @@ async def test_the_ready_probe_fails_while_nats_is_away_and_succeeds_when_nats_i
         server.kill()
 
 
-async def test_a_worker_that_is_back_after_an_outage_of_nats_does_not_blame_a_full_disk(
+async def test_a_worker_reconnected_after_a_nats_outage_does_not_report_that_the_nats_server_stores_nothing(
     worker: LocalWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What waited for the server meanwhile is stored only some seconds later."""

@@ -184,7 +184,7 @@ async def test_a_worker_that_slept_past_the_expiry_of_its_membership_record_is_n
 
 
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
-async def test_other_workers_report_an_ended_worker_as_gone_once_and_within_a_second(members, ending):
+async def test_other_workers_report_an_ended_worker_as_gone_exactly_once_and_within_a_second(members, ending):
     first, second = await pair(members)
     if ending == "killed":
         kill(second)

@@ -318,7 +318,7 @@ async def test_a_worker_warns_once_of_a_nats_server_version_that_can_lose_entrie
         assert all("install 2.12.16, 2.14.6, 2.15.0 or newer" in one["event"] for one in lines)
 
 
-async def test_errors_that_come_again_and_again_in_turn_are_logged_once_a_minute(
+async def test_two_nats_errors_that_alternate_again_and_again_are_each_logged_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As when the worker's user loses its permissions: it goes on trying to read, to pull and to renew."""
@@ -353,7 +353,7 @@ async def test_a_running_worker_whose_password_is_changed_at_the_server_ends_and
             await running
 
 
-async def test_a_certificate_that_is_not_trusted_at_a_reconnection_is_logged_with_its_remedy() -> None:
+async def test_a_server_certificate_that_is_not_trusted_at_a_reconnection_is_logged_with_a_remedy() -> None:
     """The server may have got another one; that it is away is logged at its disconnection alone."""
     watch = _Watch(Client(), "tls://there", None, None)
     watch.is_connected = True

@@ -260,7 +260,7 @@ async def test_all_workers_of_a_subject_prefix_choose_the_same_worker_for_a_sess
     assert (await owner("loop"))[1], "a forged log cannot keep a worker in a loop"
 
 
-async def test_requests_for_a_draining_workers_sessions_go_to_that_worker_which_names_the_successor() -> None:
+async def test_a_draining_worker_counts_as_owner_of_its_sessions_and_itself_names_their_next_owner() -> None:
     """It may be at work on the session, which only it knows."""
     drains, other, key = member("a", drains=True), member("b"), SessionKey("t", "s")
     assert (await owners_of(other, [drains], {"s": "a"}, {}).owner(key)).member == drains
@@ -361,7 +361,9 @@ async def test_a_control_request_to_a_worker_that_loses_its_connection_for_a_mom
         await owner.stop()
 
 
-async def test_a_stopping_worker_replies_at_once_that_it_stops_to_workers_that_forward_it_requests() -> None:
+async def test_workers_that_forward_requests_to_a_stopping_worker_are_told_at_once_that_it_is_stopping() -> (
+    None
+):
     """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
     answers = []
 

@@ -122,7 +122,7 @@ def test_serve_check_fails_with_the_reason_for_a_missing_model_or_an_option_out_
         ),
     ],
 )
-def test_serve_with_and_without_check_refuses_settings_that_contradict_each_other(
+def test_serve_with_and_without_the_option_check_refuses_settings_that_contradict_each_other(
     check: tuple[str, ...], options: tuple[str, ...], says: str, tmp_path: Path
 ) -> None:
     """With code 2, at which a service does not start again, and before a NATS server runs."""

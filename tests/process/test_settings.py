@@ -355,7 +355,7 @@ def test_settings_with_different_ports_or_port_0_are_accepted_together_even_on_a
     assert ports_of(settings, Beside(9560, 0)) == {"--gateway": Endpoint("127.0.0.1", 9560)}
 
 
-def test_a_reload_fails_if_the_settings_file_in_the_current_folder_is_gone_and_reads_a_changed_one(
+def test_a_settings_reload_reads_a_changed_file_in_the_current_folder_and_fails_if_the_file_is_gone(
     tmp_path, monkeypatch
 ):
     """Without its file it would apply the defaults, and perhaps evict snapshots."""

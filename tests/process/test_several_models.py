@@ -167,7 +167,9 @@ async def test_a_model_unused_for_a_while_is_unloaded_and_reloaded_for_the_next_
 
 
 @pytest.mark.process
-async def test_closed_sessions_of_a_model_that_is_not_loaded_leave_the_log_in_time(house: Any) -> None:
+async def test_closed_sessions_of_a_model_that_is_not_loaded_leave_the_log_after_their_time_to_live(
+    house: Any,
+) -> None:
     at = await house(closed_ttl_s="6")
     async with await at.process.client(prefix="turnkeep-tiny") as client:
         await client.ask("s", text="Hi.", max_tokens=2, timeout_s=120)
@@ -224,7 +226,7 @@ async def test_requests_for_a_loading_model_are_kept_if_the_models_worker_dies_b
     await nc.close()
 
 
-async def test_a_request_to_load_a_model_gets_an_error_reply_if_the_supervisor_fails(
+async def test_a_request_to_load_a_model_gets_an_error_reply_if_the_supervisor_raises_an_unexpected_error(
     nats_url: str,
 ) -> None:
     async def fails(_: object) -> str:
@@ -261,7 +263,9 @@ async def test_requests_of_one_tenant_waiting_for_a_loading_model_leave_room_for
 
 @pytest.mark.packaging
 @pytest.mark.process
-async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, embedding_model: Path) -> None:
+async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list_of_texts(
+    house: Any, embedding_model: Path
+) -> None:
     at = await house(unload_after_s="1", tiny=embedding_model)
     asked = encode(EmbedRequest(inputs=("hello " * 280,) * 120))  # seconds, in one request
     async with await at.process.client(prefix="turnkeep-tiny") as client:
@@ -283,7 +287,7 @@ async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too(t
 
 
 @pytest.mark.process
-async def test_disk_limits_that_serve_reads_again_are_shown_for_the_data_directory_of_several_models(
+async def test_disk_limits_that_serve_with_several_models_reads_again_are_shown_to_commands_on_its_data_dir(
     house: Any, tmp_path: Path
 ) -> None:
     at, config = await house(max_disk="'1GiB'"), tmp_path / "house.toml"
@@ -387,7 +391,7 @@ async def test_a_model_in_use_is_unloaded_only_after_another_model_has_waited_lo
         await waiting
 
 
-async def test_for_a_model_that_waits_for_memory_no_second_model_is_unloaded_once_one_has_been_unloaded(
+async def test_after_one_model_was_unloaded_for_a_model_that_waits_for_memory_no_second_model_is_unloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is unloaded while the other models are asked whether they have work."""
@@ -565,7 +569,7 @@ async def test_a_model_that_is_asked_twice_to_be_unloaded_is_loaded_by_its_next_
         await until(lambda: model.is_loaded)
 
 
-async def test_a_request_to_unload_a_model_counts_even_if_it_comes_right_after_one_to_load_it(
+async def test_a_request_to_unload_a_model_is_carried_out_even_right_after_a_request_to_load_that_model(
     served: tuple[Supervisor, nats.NATS],
 ) -> None:
     alone, nc = served
@@ -589,7 +593,7 @@ async def test_a_request_to_unload_a_model_counts_even_if_it_comes_right_after_o
         ((), "PermissionError"),
     ],
 )
-def test_a_worker_that_may_not_read_a_file_of_its_start_reports_that_instead_of_a_traceback(
+def test_a_worker_that_may_not_read_a_file_at_its_start_reports_the_reason_instead_of_a_traceback(
     monkeypatch: pytest.MonkeyPatch, given: tuple[Any, ...], says: str
 ) -> None:
     sent = list[Refusal]()

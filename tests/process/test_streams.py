@@ -141,7 +141,7 @@ async def test_a_subject_prefix_whose_log_stream_name_belongs_to_another_prefix_
         await ensure(js, Subjects("a_b"), settings)
 
 
-async def test_an_empty_log_stream_of_another_version_is_upgraded_and_one_with_messages_is_refused(
+async def test_an_empty_log_stream_of_another_version_is_upgraded_and_a_log_stream_with_messages_is_refused(
     js, settings
 ):
     subjects = [SUBJECTS.every("in"), SUBJECTS.every("commit")]

@@ -28,7 +28,7 @@ def deliveries(draw: st.DrawFn) -> tuple[list[tuple[int, str]], list[Chunk]]:
 
 
 @given(deliveries())
-def test_overlapping_repeated_reordered_or_lost_chunks_are_joined_into_the_recorded_answer(
+def test_overlapping_repeated_reordered_or_missing_chunks_and_the_result_together_give_the_recorded_answer(
     delivery,
 ) -> None:
     answer, chunks = delivery

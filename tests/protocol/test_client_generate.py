@@ -118,7 +118,7 @@ async def test_breaking_out_of_the_iteration_over_an_answer_leaves_no_subscripti
     assert subscriptions(client) == 0
 
 
-async def test_a_task_that_waits_for_a_result_ends_at_once_if_it_is_cancelled_at_any_moment(
+async def test_a_task_that_waits_for_a_result_ends_immediately_when_it_is_cancelled_at_any_moment(
     client: Client, worker: FakeWorker
 ) -> None:
     """Even at the moment of the log's acknowledgement. No worker answers, so a lost cancel would hang."""
@@ -283,7 +283,9 @@ async def test_the_time_between_two_reads_of_the_caller_does_not_count_towards_t
     assert num_read == 3
 
 
-async def test_a_failed_generation_raises_an_error_after_chunks(client: Client, worker: FakeWorker) -> None:
+async def test_iterating_over_a_failed_generation_yields_its_chunks_and_then_raises_an_error(
+    client: Client, worker: FakeWorker
+) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.chunk(request, 0, [11], "He")
         await asyncio.sleep(0.1)
@@ -756,7 +758,7 @@ async def test_a_client_call_returns_a_result_that_arrives_before_the_acknowledg
     assert "".join(chunk.text for chunk in chunks) == TEXT
 
 
-async def test_a_client_call_ignores_a_result_that_has_its_sequence_but_another_request_id() -> None:
+async def test_a_client_call_ignores_a_result_with_its_requests_log_sequence_but_another_request_id() -> None:
     """A server that has lost the call's request may give its sequence to another one."""
     wire, feeds = SimpleNamespace(epoch=0), SimpleNamespace(timeout_s=1.0)
     call = Call(wire, feeds, SessionKey("t", "s"), Append(id="mine", text="a"))  # type: ignore[arg-type]

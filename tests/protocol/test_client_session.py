@@ -244,7 +244,7 @@ async def test_the_client_method_info_raises_an_error_if_the_worker_does_not_ans
             await client.session("s1").info()
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("goes_on", [True, False], ids=["another worker takes over", "no other worker"])
 async def test_the_client_sends_a_control_request_again_that_a_worker_received_just_before_its_death(
     server: NatsServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
@@ -455,7 +455,7 @@ async def test_a_client_lists_all_sessions_even_if_one_reply_of_the_nats_server_
     assert all((one.is_waiting, one.position, one.is_closed) == (True, None, False) for one in found)
 
 
-async def test_a_client_that_reads_many_large_sessions_at_once_is_not_disconnected_by_the_nats_server(
+async def test_a_client_that_reads_many_large_sessions_concurrently_is_not_disconnected_by_the_nats_server(
     tmp_path: Path,
 ) -> None:
     """As a gateway does when it starts. The server has room for a fifth of what it has by default."""

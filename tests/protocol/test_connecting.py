@@ -124,7 +124,7 @@ async def test_a_client_call_to_a_worker_fails_soon_after_nats_is_lost_even_with
                 await client.embed(["text"], timeout_s=600.0)
 
 
-async def test_using_a_client_in_another_event_loop_raises_an_error_at_once_and_does_not_disturb_its_own(
+async def test_using_a_client_in_another_event_loop_raises_an_error_at_once_and_does_not_disturb_its_own_loop(
     server: NatsServer, worker: FakeWorker
 ) -> None:
     """Programs without asyncio call `asyncio.run` more than once, or in several threads."""
@@ -157,7 +157,7 @@ async def test_a_connection_that_failed_or_was_closed_opens_when_it_is_awaited_o
             assert (await client.session("s1").generate(text="x", timeout_s=60)).text == "".join(TEXTS)
 
 
-async def test_a_client_whose_block_is_left_by_a_cancelled_scope_of_anyio_is_closed(
+async def test_a_client_is_closed_when_a_cancelled_anyio_scope_leaves_the_clients_async_with_block(
     server: NatsServer, worker: FakeWorker
 ) -> None:
     with anyio.CancelScope() as scope:
@@ -181,7 +181,9 @@ async def test_a_program_that_ends_without_closing_its_client_leaves_no_pending_
     assert [one.getMessage() for one in caplog.records if one.levelname == "ERROR"] == []
 
 
-async def test_a_client_is_told_that_a_server_has_no_connection_left(tmp_path: Path) -> None:
+async def test_connecting_to_a_nats_server_at_its_connection_limit_raises_an_error_that_says_so(
+    tmp_path: Path,
+) -> None:
     """The server says so behind its greeting and hangs up: what the client sends then fails, by EPIPE."""
     (tmp_path / "full.conf").write_text("max_connections: 1")
     server = NatsServer(tmp_path / "store", ("-c", str(tmp_path / "full.conf")))

@@ -235,7 +235,7 @@ def test_the_error_for_an_unknown_request_field_lists_every_field_of_that_reques
         assert allowed == ["type", *(field.encode_name for field in msgspec.structs.fields(kind))]
 
 
-def test_refusing_requests_repeatedly_inspects_each_message_type_only_once(
+def test_refusing_many_malformed_requests_inspects_the_schema_of_each_message_type_only_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An inspection blocks the event loop for milliseconds, and thousands of invalid messages may arrive."""
@@ -249,7 +249,7 @@ def test_refusing_requests_repeatedly_inspects_each_message_type_only_once(
     assert len(inspected) <= 2
 
 
-def test_a_process_pool_raises_the_error_of_a_failed_request_as_it_was() -> None:
+def test_an_error_of_a_failed_request_is_unchanged_after_pickling_as_in_a_process_pool() -> None:
     limit = TokenLimit(asked=9, allowed=8)
     failed = RequestFailedError("overloaded", "busy", retryable=True, field="text", limit=limit)
     for error in (failed, InvalidMessageError("no", field="text"), StreamError("no", 10059)):
@@ -264,7 +264,7 @@ def test_a_client_decodes_a_result_of_a_newer_worker_that_has_an_unknown_field()
 
 
 @pytest.mark.parametrize("kind", ["append", "generate"])
-def test_a_decoded_request_that_is_encoded_again_has_the_keys_of_its_tools_as_sent(
+def test_a_request_that_is_decoded_and_encoded_again_has_the_json_keys_of_its_tools_in_the_order_sent(
     kind: str,
 ) -> None:
     tools = b'[{"function":{"parameters":{"b":1,"a":2},"name":"f"},"type":"function"}]'
@@ -311,7 +311,9 @@ def test_every_nats_subject_built_from_tenant_session_and_kind_is_parsed_back_to
 
 
 @pytest.mark.parametrize("bad", NAMES)
-def test_building_a_subject_from_an_id_with_forbidden_characters_raises_an_error_naming_it(bad: str) -> None:
+def test_building_a_nats_subject_from_an_id_with_forbidden_characters_raises_an_error_naming_the_id(
+    bad: str,
+) -> None:
     with pytest.raises(InvalidMessageError, match=r"tenant .* is not valid: it must be 1 to 64"):
         session_key(bad, "s1")
     with pytest.raises(InvalidMessageError, match=r"session .* is not valid"):
@@ -379,7 +381,7 @@ def test_the_messages_of_a_tool_call_and_its_result_in_openais_format_are_decode
         ("file", {"file_id": "f"}),
     ],
 )
-def test_a_media_part_that_the_model_cannot_read_becomes_placeholder_text_but_is_encoded_unchanged(
+def test_a_media_part_of_a_message_becomes_placeholder_text_for_the_model_but_is_encoded_unchanged(
     kind: str, value: object
 ) -> None:
     parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: value}]

@@ -105,7 +105,9 @@ async def test_the_python_client_reads_recorded_session_logs_into_the_same_histo
     assert (history.is_whole, history.position) == (expected["is_whole"], expected["position"])
 
 
-async def test_reading_part_of_a_session_log_returns_its_results_and_its_unanswered_requests() -> None:
+async def test_reading_a_part_of_a_session_log_returns_the_results_and_unanswered_requests_of_that_part() -> (
+    None
+):
     whole = await read(stream(), GARDEN)
     for start in range(1, 25):
         for end in range(start, 25):
@@ -148,7 +150,7 @@ async def test_of_two_results_of_a_request_in_a_session_log_the_history_has_only
     assert paired(GARDEN, [*entries, twice]).exchanges == log.exchanges
 
 
-async def test_a_session_log_is_read_the_same_after_its_answered_requests_have_left_the_queue() -> None:
+async def test_a_session_log_is_read_the_same_after_its_answered_requests_were_removed_from_the_log() -> None:
     whole = await read(stream(), GARDEN)
     answered = [one.asked.seq for one in whole.exchanges]
     assert await read(stream(*answered), GARDEN) == whole
@@ -195,7 +197,7 @@ class Connection:
 
 
 @pytest.mark.parametrize("missing", [None, 0, 1, 2])
-async def test_a_batch_read_of_the_log_raises_a_timeout_if_the_connection_lost_one_of_its_messages(
+async def test_a_batch_read_of_the_log_raises_a_timeout_error_if_the_connection_lost_one_of_the_messages(
     missing: int | None,
 ) -> None:
     messages = [one for n, one in enumerate(WHOLE) if n != missing]

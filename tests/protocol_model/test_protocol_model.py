@@ -50,7 +50,9 @@ def test_all_interleavings_of_workers_faults_and_one_session_keep_the_protocol_m
     Exploration(rules, [program]).explore()
 
 
-def test_exploring_two_sessions_together_in_the_protocol_model_reaches_the_states_of_each_alone() -> None:
+def test_exploring_two_sessions_together_in_the_protocol_model_reaches_the_same_states_as_each_alone() -> (
+    None
+):
     """So it is enough to explore each session with the steps of workers and server."""
     rules = CRASH._replace(reads_at_once=True)
     both = Exploration(rules, ["A", "A"])
@@ -62,7 +64,7 @@ def test_exploring_two_sessions_together_in_the_protocol_model_reaches_the_state
         assert {(both.shared[one[0]], both.sessions[one[at]]) for one in both.states} == states
 
 
-def test_leaving_out_stale_workers_reduces_the_states_of_the_protocol_model_and_hides_no_violation() -> None:
+def test_leaving_out_stale_workers_gives_the_protocol_model_fewer_states_and_hides_no_violation() -> None:
     rules = CRASH._replace(num_losses=1)
     short, whole = (
         Exploration(one, ["A"]) for one in (rules, rules._replace(without=frozenset({"no rule"})))
@@ -161,7 +163,18 @@ def _asked(number: int) -> str:
 FENCE = "Nats-Expected-Last-Subject-Sequence"
 
 
-@pytest.mark.parametrize("fault", ["", "fence", "twice", "too early", "removed", "lost"])
+@pytest.mark.parametrize(
+    "fault",
+    ["", "fence", "twice", "too early", "removed", "lost"],
+    ids=[
+        "no forbidden step",
+        "a result with an old fence",
+        "two results of one request",
+        "a result before its turn",
+        "an unanswered request removed",
+        "a restart that loses the result of a removed request",
+    ],
+)
 def test_the_protocol_model_rejects_a_history_with_one_forbidden_step(fault: str) -> None:
     told = Told()
     events: list[Any] = [told("in", _asked(1)), told("in", _asked(2))]

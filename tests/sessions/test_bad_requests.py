@@ -243,7 +243,7 @@ async def test_a_request_repeated_under_the_same_id_gets_the_recorded_result_of_
     await check_goes_on(w, "s")
 
 
-async def test_the_text_of_an_undecodable_request_is_shown_in_its_result_after_it_has_left_the_log(
+async def test_the_result_of_an_undecodable_request_shows_the_requests_text_after_the_request_left_the_log(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -296,7 +296,9 @@ DISALLOWED: list[tuple[list[Any], dict[str, Any], str, str]] = [
 ]
 
 
-async def test_rewinding_or_closing_a_missing_session_or_opening_an_open_one_is_refused(wire: Start) -> None:
+async def test_rewinding_or_closing_a_missing_session_or_opening_an_open_session_is_refused(
+    wire: Start,
+) -> None:
     w = await wire()
     for at, (before, request, says, code) in enumerate(DISALLOWED):
         session = f"s{at}"

@@ -139,7 +139,7 @@ async def test_a_worker_logs_the_cache_class_of_each_layer_and_warns_if_kv_bits_
     assert json.loads((tmp_path / "data" / "models" / "trials.json").read_text())
 
 
-async def test_a_worker_says_once_that_kv_stored_with_other_kv_bits_is_not_used(
+async def test_a_worker_warns_once_at_its_start_that_kv_stored_with_other_kv_bits_is_not_used(
     local_worker, make_folder
 ) -> None:
     model = str(make_folder("llama", head_dim=32))

@@ -61,7 +61,7 @@ async def replies(wire: Wire, kind: str, body: dict[str, Any]) -> list[dict[str,
 @pytest.mark.simulated
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # coroutines of what is killed
 @pytest.mark.parametrize(("away", "begun_s"), thinned(AWAY, [-0.5, -0.01, 0.003, 0.02]))
-async def test_a_request_on_the_ask_subject_is_answered_within_4_s_and_once_although_its_worker_is_away(
+async def test_a_request_on_the_ask_subject_is_answered_once_and_within_4_s_although_its_worker_is_away(
     cluster: list[Wire], server: Server, away: str, begun_s: float
 ) -> None:
     """The worker goes away before the asks, as they arrive, or in the middle of the answers."""
@@ -111,7 +111,7 @@ async def test_a_request_on_the_ask_subject_is_answered_although_nats_is_lost_wh
 
 
 @pytest.mark.simulated
-async def test_an_ask_request_whose_session_was_forgotten_while_nats_was_lost_is_told_that_it_was_removed(
+async def test_an_ask_request_whose_session_is_forgotten_during_a_nats_outage_gets_an_error_that_says_so(
     quiet_wire: Start, server: Server
 ) -> None:
     """Else the caller would wait for 15 minutes for what nobody has any more."""
@@ -151,7 +151,7 @@ async def test_several_equal_requests_with_the_same_reply_subject_each_get_a_rep
 
 
 @pytest.mark.simulated
-async def test_the_command_info_lists_a_request_that_waits_for_the_device_among_those_that_wait(
+async def test_the_command_info_lists_a_request_that_waits_for_the_device_among_the_waiting_requests(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     w = await quiet_wire()
@@ -229,7 +229,7 @@ async def test_the_error_reply_to_a_control_or_ask_request_contains_the_id_of_th
 
 
 @pytest.mark.simulated
-async def test_a_refused_count_or_ask_request_gets_the_error_of_the_same_generate_request(
+async def test_a_refused_count_or_ask_request_gets_the_error_that_the_same_generate_request_would_get(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire(other_model="refuse")

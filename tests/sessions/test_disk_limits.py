@@ -169,7 +169,7 @@ def num_snapshots(*folders: Path) -> int:
     )
 
 
-@pytest.mark.parametrize("tail", [0, 5])
+@pytest.mark.parametrize("tail", [0, 5], ids=["full blocks only", "with a partial block"])
 async def test_no_kv_of_a_session_opened_without_snapshots_is_written_to_disk_or_remote_tier(
     local_worker: Callable, tmp_path: Path, tail: int
 ) -> None:

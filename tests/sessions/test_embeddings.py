@@ -92,7 +92,7 @@ async def test_an_embedding_input_that_is_empty_or_too_long_is_refused_with_the_
         await small.client.embed([[40] * TINY_CONTEXT])
 
 
-async def test_an_embedding_input_is_truncated_to_the_requested_length_or_the_context_with_its_end_token(
+async def test_an_embedding_input_cut_to_the_requested_length_or_to_the_context_still_ends_with_its_end_token(
     local_worker: Start, embedding_model: Path
 ) -> None:
     """This model's tokens are bytes, and each text ends with a token for its end."""
@@ -360,7 +360,7 @@ async def test_the_rerank_score_of_a_generative_reranker_is_the_probability_of_y
     assert told.scores[0] != pytest.approx(found.scores[0], abs=1e-5)
 
 
-async def test_a_document_to_rerank_is_truncated_if_the_request_allows_and_else_refused_with_its_index(
+async def test_a_too_long_document_to_rerank_is_truncated_if_the_request_allows_or_refused_with_its_index(
     local_worker: Start, reranker: Path
 ) -> None:
     """The request may allow more tokens than the model has room for beside the query."""

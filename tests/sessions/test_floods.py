@@ -50,7 +50,7 @@ async def answered_before(wire: Wire, seq: int, tenant: str) -> int:
 
 
 @pytest.mark.usefixtures("_small")
-async def test_during_a_flood_by_one_tenant_a_request_of_another_is_answered_before_half_of_the_flood(
+async def test_a_request_of_another_tenant_is_answered_before_half_of_the_requests_of_a_flooding_tenant(
     wire: Start,
 ) -> None:
     one = await wire(max_waiting=MAX_SESSIONS, tenants=TenantLimits(sessions=MAX_SESSIONS // 2))

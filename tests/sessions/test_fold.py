@@ -124,7 +124,7 @@ async def test_cancelling_a_waiting_request_stores_no_result_if_the_request_has_
     assert await log.commit(second, None, waits=True) is not None
 
 
-async def test_a_cancel_looks_again_for_published_tokens_if_the_request_to_cancel_is_now_the_next_to_run(
+async def test_a_cancel_reads_the_published_tokens_again_if_its_request_has_meanwhile_become_the_next_to_run(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the next request can have been begun, and while the cancel looked the one before was answered."""
@@ -143,7 +143,7 @@ async def test_a_cancel_looks_again_for_published_tokens_if_the_request_to_cance
     assert were_next == [False, True]
 
 
-async def test_a_cancel_that_waits_for_an_answer_to_end_returns_if_the_session_is_read_from_the_log_again(
+async def test_a_cancel_that_waits_for_an_answer_to_end_returns_if_the_session_is_read_anew_from_the_log(
     world,
 ) -> None:
     world.publish(Generate(id="one", max_tokens=3))
@@ -156,7 +156,7 @@ async def test_a_cancel_that_waits_for_an_answer_to_end_returns_if_the_session_i
         await ending
 
 
-async def test_the_result_of_a_request_cancelled_before_it_ran_does_not_verify_the_sessions_history(
+async def test_the_result_of_a_request_cancelled_before_it_ran_is_not_used_to_verify_the_sessions_history(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that reads the log does not take it for a proof either."""
@@ -169,7 +169,7 @@ async def test_the_result_of_a_request_cancelled_before_it_ran_does_not_verify_t
     assert (await world.refolded()).log.record.proven_seq == proven_seq
 
 
-async def test_the_close_result_that_is_left_of_an_erased_session_does_not_verify_the_sessions_history(
+async def test_the_close_result_that_is_left_of_an_erased_session_is_not_used_to_verify_the_sessions_history(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its digest says of is gone."""
@@ -284,7 +284,7 @@ async def test_a_session_with_a_false_history_digest_can_reopen_after_a_close_wi
 
 
 @pytest.mark.parametrize(
-    "found", [AnsweredAt(1, 2), AnsweredAt(3, 2)], ids=["another id", "another sequence"]
+    "found", [AnsweredAt(1, 2), AnsweredAt(3, 2)], ids=["result of another id", "result of another sequence"]
 )
 async def test_looking_up_a_request_id_does_not_return_the_result_of_another_id_with_the_same_hash(
     world, found: AnsweredAt
@@ -307,7 +307,7 @@ async def test_forgetting_a_reopened_session_erases_only_token_sequences_since_t
 
 
 @pytest.mark.parametrize("crashes", [False, True])
-async def test_a_closed_session_can_be_forgotten_and_forgotten_again_without_an_open(
+async def test_a_closed_session_can_be_closed_with_forget_twice_without_being_opened_again(
     world, crashes: bool
 ) -> None:
     await world.ask(Append(id="a", tokens=(1, 2, 3)))
@@ -346,7 +346,9 @@ async def test_forgetting_a_session_is_reported_as_incomplete_until_every_worker
     assert noted == [["quick", "this"]]
 
 
-async def test_erasing_token_sequences_with_a_common_prefix_erases_the_prefix_with_the_last_one() -> None:
+async def test_erasing_token_sequences_with_a_common_prefix_erases_the_prefix_with_the_last_sequence() -> (
+    None
+):
     erased = list[tuple[list[int], int]]()
 
     async def erase(_: object, tokens: Any, num_shared: int) -> Any:
@@ -399,7 +401,7 @@ def without(entries: list[LogEntry], *seqs: int) -> list[LogEntry]:
     return [replace(entry, kind=gone, body=b"") if entry.seq in seqs else entry for entry in entries]
 
 
-async def test_a_session_whose_log_lost_the_second_of_consecutive_results_refuses_further_requests(
+async def test_a_session_whose_log_lost_the_second_of_two_consecutive_results_refuses_further_requests(
     world,
 ) -> None:
     for id_ in "abc":
@@ -427,7 +429,9 @@ async def test_a_session_whose_close_is_logged_stays_closed_whichever_earlier_re
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_looking_up_a_request_id_finds_the_first_of_its_results_still_in_the_index(seed: int) -> None:
+def test_looking_up_a_request_id_finds_the_first_of_its_results_that_is_still_in_the_index(
+    seed: int,
+) -> None:
     dice, ids, left = random.Random(seed), AnsweredIds(), {f"r{n}": list[AnsweredAt]() for n in range(12)}
     for number in range(1, 300):
         name = dice.choice([*left])
@@ -477,7 +481,7 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("repeated", ASKED.values(), ids=ASKED)
-async def test_a_repeat_answered_by_a_worker_that_could_not_read_the_log_blocks_no_later_request(
+async def test_a_repeat_answered_while_the_log_cannot_be_read_blocks_no_request_once_the_log_can_be_read(
     world: World, repeated: Any
 ) -> None:
     for request in ASKED.values():

@@ -70,7 +70,7 @@ async def test_forgetting_a_parent_session_keeps_the_snapshots_of_the_tokens_tha
     assert await cached(fork) == 64
 
 
-async def test_forgetting_a_session_removes_its_snapshots_and_keeps_another_tenants_of_the_same_tokens(
+async def test_forgetting_a_session_removes_its_snapshots_but_none_of_another_tenant_of_the_same_tokens(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -253,7 +253,11 @@ def quarantined(backup: Path, data: Path) -> None:
     shutil.copy2(backup / "snapshots/lock", data / "snapshots/lock")
 
 
-@pytest.mark.parametrize("put_back", [whole, over, files_only, quarantined])
+@pytest.mark.parametrize(
+    "put_back",
+    [whole, over, files_only, quarantined],
+    ids=["folder replaced", "copied over the folder", "only its files", "into the quarantine"],
+)
 async def test_restoring_a_backup_of_the_cache_brings_back_no_kv_of_sessions_closed_with_forget(
     local_worker: Callable,
     tmp_path: Path,
@@ -326,7 +330,7 @@ async def num_fetched(worker: Any, tokens: list[int]) -> int:
     return num_stored(worker, tokens)
 
 
-@pytest.mark.parametrize("runs", [False, True])
+@pytest.mark.parametrize("runs", [False, True], ids=["a new worker", "the running worker"])
 async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_sessions_closed_with_forget(
     local_worker: Callable, tmp_path: Path, runs: bool
 ) -> None:
@@ -354,7 +358,7 @@ async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_sessio
     assert await num_fetched(worker, KEPT) == 3 * LONG_BLOCK
 
 
-async def test_a_remote_tier_is_trusted_to_hold_no_erased_kv_only_after_it_has_recorded_its_erasures(
+async def test_a_remote_tier_counts_as_free_of_erased_kv_only_once_the_erasures_are_recorded_in_the_tier(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is fresh, and the log has no note."""

@@ -78,7 +78,7 @@ async def test_a_close_that_a_worker_was_to_store_in_a_full_log_is_sent_again_if
     await worker.client.session("s0").close(timeout_s=20)
 
 
-async def test_a_request_that_just_fits_into_the_nearly_full_log_gets_its_result_and_later_ones_are_refused(
+async def test_a_request_that_just_fits_into_a_nearly_full_log_gets_its_result_and_later_requests_fail(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Refused are those that the log has once a result has used the reserve, but no closes."""
@@ -106,7 +106,7 @@ async def test_a_request_that_just_fits_into_the_nearly_full_log_gets_its_result
     assert await worker.client.session("next").append(text="Why?", timeout_s=10)
 
 
-async def test_entries_that_several_workers_store_at_once_in_a_full_log_are_all_stored(
+async def test_entries_that_several_workers_store_at_the_same_time_in_a_full_log_are_all_stored(
     local_worker: Any,
 ) -> None:
     """Each raises the size for its own entry, and sets back the raises of the others."""
@@ -142,7 +142,7 @@ async def test_running_workers_adopt_the_log_size_limit_of_a_worker_that_starts_
 
 
 @pytest.mark.parametrize("by_hand", [3 * LIMIT, -1])
-async def test_a_size_of_the_log_that_was_raised_by_hand_is_set_back_and_the_worker_says_so_once(
+async def test_a_size_limit_of_the_log_that_was_raised_by_hand_is_set_back_and_the_worker_logs_that_once(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch, by_hand: int
 ) -> None:
     monkeypatch.setattr(retention, "_PERIOD_S", 0.1)
@@ -159,7 +159,7 @@ async def test_a_size_of_the_log_that_was_raised_by_hand_is_set_back_and_the_wor
     assert (said["log_level"], said["found"], said["max_bytes"]) == ("warning", by_hand, open_bytes(LIMIT))
 
 
-async def test_the_last_part_of_the_logs_reserve_accepts_only_small_entries_and_none_beyond_the_limit(
+async def test_the_last_part_of_the_reserved_log_space_accepts_small_entries_only_and_none_beyond_the_limit(
     local_worker: Any,
 ) -> None:
     worker = await local_worker(log_max_bytes=LIMIT, max_message_bytes=2**16)

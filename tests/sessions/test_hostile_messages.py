@@ -97,7 +97,9 @@ async def genuine(w: Wire, seq: int) -> dict[str, Any]:
 
 
 @pytest.mark.simulated
-async def test_a_forged_result_for_a_request_that_waits_behind_another_is_ignored(wire: Start) -> None:
+async def test_a_forged_result_for_a_request_that_waits_behind_another_request_is_ignored(
+    wire: Start,
+) -> None:
     """Even if it has a digest: a worker's results have their requests, too."""
     w = await wire()
     await w.send("s", append("a"))
@@ -127,7 +129,7 @@ async def test_a_flood_of_forged_results_is_counted_as_ignored_and_stops_no_answ
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("named", [True, False], ids=["with the requests sequence", "without a sequence"])
 async def test_forged_tokens_published_before_their_request_do_not_become_part_of_its_answer(
     wire: Start, named: bool
 ) -> None:

@@ -99,7 +99,7 @@ async def test_a_forked_session_keeps_the_images_of_its_parent_after_the_parent_
     assert await fork.image(digest(RED)) == RED
 
 
-async def test_close_with_forget_removes_the_sessions_images_from_the_log_and_they_can_be_sent_again(
+async def test_close_with_forget_removes_the_sessions_images_from_the_log_and_the_images_can_be_sent_again(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client
@@ -188,7 +188,7 @@ async def test_a_rewind_or_fork_inside_an_image_is_refused_if_the_model_encodes_
         assert (await ask(session, "so ", BLUE)).tokens == (await ask(other, "so ", BLUE)).tokens
 
 
-async def test_a_request_with_an_unstored_or_truncated_image_fails_and_the_next_one_is_answered(
+async def test_a_request_with_an_unstored_or_truncated_image_fails_and_the_next_request_is_answered(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client

@@ -60,7 +60,7 @@ def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, nc: Any = No
     )
 
 
-async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_if_full_up_to_the_tenants_share() -> (
+async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_or_when_full_up_to_the_tenants_share() -> (
     None
 ):
     intake, accepted = intake_for(4, 3), []
@@ -75,14 +75,16 @@ async def test_a_worker_accepts_a_tenants_sessions_up_to_a_limit_and_if_full_up_
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
 
 
-async def test_the_delay_of_requests_returned_to_nats_grows_with_those_of_all_tenants_together() -> None:
+async def test_the_delay_of_requests_returned_to_nats_grows_with_the_number_returned_of_all_tenants() -> None:
     intake = intake_for(9)
     for seq in range(2_000):
         await intake.deliver(last := Delivered(f"s{seq}", seq, tenant=f"t{seq % 2}"), lambda _: None)
     assert 9 < last.delay_s < 12
 
 
-async def test_a_worker_lists_per_session_the_first_request_that_it_alone_got_and_returned_to_nats() -> None:
+async def test_a_worker_lists_per_session_the_first_request_that_only_it_got_and_then_returned_to_nats() -> (
+    None
+):
     intake, (b, c) = intake_for(9), (SessionKey("t", session) for session in "bc")
     for session, seq, num in (("a", 1, 1), ("b", 5, 1), ("b", 4, 1), ("c", 6, 2), ("c", 7, 1), ("b", 5, 2)):
         await intake.deliver(Delivered(session, seq, num), lambda _: None)
@@ -116,7 +118,9 @@ async def test_only_the_last_delivery_of_the_newest_request_of_a_session_stays_u
     assert [one.is_acked for one in deliveries] == [True, False, True, True]
 
 
-async def test_sessions_whose_requests_a_restarted_nats_server_has_lost_no_longer_count_as_active() -> None:
+async def test_sessions_stop_counting_as_active_once_a_restarted_nats_server_has_lost_their_requests() -> (
+    None
+):
     stored = {5: STORED, 6: STORED + timedelta(seconds=1)}
 
     async def entry(seq: int) -> Any:
@@ -211,7 +215,7 @@ class EmptyServer:
         await self.arrived(SimpleNamespace(subject=reply, headers={"Status": "408"}))
 
 
-@pytest.mark.parametrize("pulls", [True, False])
+@pytest.mark.parametrize("pulls", [True, False], ids=["worker pulls messages", "worker pulls none"])
 async def test_a_request_returned_to_nats_is_counted_as_returned_until_nats_no_longer_delivers_it(
     monkeypatch: pytest.MonkeyPatch, pulls: bool
 ) -> None:
@@ -354,7 +358,7 @@ async def test_a_session_stays_at_a_draining_worker_until_that_worker_has_finish
 @pytest.mark.parametrize(
     ("home", "takers"), [("", {"b"}), ("a", {"a"})], ids=["new session", "existing session"]
 )
-async def test_a_new_session_but_no_existing_one_is_moved_to_a_worker_with_far_fewer_active_sessions(
+async def test_a_new_session_but_no_existing_session_is_moved_to_a_worker_with_far_fewer_active_sessions(
     home: str, takers: set[str]
 ) -> None:
     """And its later requests too, although none of its results names the worker yet."""
@@ -375,14 +379,14 @@ async def test_a_new_session_but_no_existing_one_is_moved_to_a_worker_with_far_f
 @pytest.mark.parametrize(
     ("mine", "least", "leaves"), [(9, 1, True), (8, 1, False), (24, 16, True), (30, 22, False)]
 )
-def test_a_new_session_goes_to_the_least_busy_worker_if_the_first_has_8_and_50_percent_more_sessions(
+def test_a_new_session_leaves_its_default_worker_if_another_worker_has_at_least_8_and_a_third_fewer_sessions(
     mine: int, least: int, leaves: bool
 ) -> None:
     cluster = Cluster(loads={"a": mine, "b": least, "c": mine})
     assert cluster.workers["a"]._relief(KEY, "") == ("bootb" if leaves else "")
 
 
-async def test_a_redelivery_during_the_offer_of_a_request_to_its_sessions_worker_is_offered_too() -> None:
+async def test_a_request_redelivered_while_being_offered_to_its_sessions_worker_is_offered_again() -> None:
     """Of several deliveries of one request only the last can be acknowledged."""
     routing, offered = Cluster().workers["a"], list[Any]()
     first, again = Delivered("s", 7), Delivered("s", 7, 2)
@@ -398,7 +402,9 @@ async def test_a_redelivery_during_the_offer_of_a_request_to_its_sessions_worker
     assert (offered, routing._routed) == ([first, again], {})
 
 
-def test_a_worker_lists_per_session_the_first_request_that_it_alone_got_and_is_still_routing() -> None:
+def test_a_worker_lists_per_session_the_first_request_that_only_it_got_and_that_is_still_being_routed() -> (
+    None
+):
     routing, other = Cluster().workers["a"], SessionKey("other", "s")
     routing._routed[KEY] = {seq: (Delivered("s", seq), "s") for seq in (9, 8)}
     routing._routed[other] = {3: (Delivered("s", 3, 2), "s"), 4: (Delivered("s", 4), "s")}
@@ -474,7 +480,7 @@ def test_a_worker_remembers_only_the_owners_of_the_sessions_that_it_looked_up_mo
     assert not owners.is_here(keys[2])
 
 
-async def test_control_requests_that_no_worker_begins_are_kept_in_bounded_number_and_each_answered_once(
+async def test_a_worker_keeps_a_limited_number_of_control_requests_that_nobody_begins_and_answers_each_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in (("_MAX_KEPT", 2), ("_UNBEGUN_S", 0.0), ("_PERIOD_S", 0.01)):

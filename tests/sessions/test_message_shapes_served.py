@@ -103,7 +103,7 @@ SPINS = (
 )
 
 
-async def test_a_message_on_which_the_chat_template_never_ends_is_refused_and_the_next_one_answered(
+async def test_a_message_on_which_the_chat_template_never_ends_is_refused_and_the_next_message_is_answered(
     wire: Start, model_with_template: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never ends for some message, or for an answer's header. Other sessions are answered meanwhile."""
@@ -147,7 +147,7 @@ async def test_special_token_text_in_a_message_is_ordinary_text_unless_the_optio
 
 
 @pytest.mark.simulated
-async def test_special_token_text_in_raw_text_becomes_special_tokens_unless_special_tokens_is_false(
+async def test_special_token_text_in_raw_text_becomes_special_tokens_unless_option_special_tokens_is_false(
     wire: Start,
 ) -> None:
     w = await wire()

@@ -173,7 +173,7 @@ async def test_a_session_with_parts_known_only_as_token_ids_is_refused_by_a_mode
     assert (await world.ask(asks(2))).text
 
 
-async def test_sessions_answered_by_other_weights_are_refused_if_other_model_is_set_to_refuse(
+async def test_a_session_answered_by_other_weights_is_refused_under_the_setting_other_model_refuse(
     world: World, tokenizer: Tokenizer
 ) -> None:
     await world.ask(asks(0))

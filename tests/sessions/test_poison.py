@@ -181,7 +181,7 @@ async def next_attempts(mine: RequestAttempts, stored_s: int) -> int:
 
 
 @pytest.mark.parametrize(("stored_s", "attempts"), [(1, 1), (2, 2)])
-async def test_a_recorded_failed_attempt_of_an_earlier_request_at_the_same_log_sequence_is_not_counted(
+async def test_a_recorded_failed_attempt_is_not_counted_for_a_later_request_at_the_same_log_sequence(
     stored_s: int, attempts: int
 ) -> None:
     """Workers attempt a request once more than allowed if one of them does not count an earlier crash."""
@@ -191,7 +191,7 @@ async def test_a_recorded_failed_attempt_of_an_earlier_request_at_the_same_log_s
 
 
 @pytest.mark.parametrize(("first_seq", "attempts"), [(0, 2), (6, 1), (7, 1), (8, 2)])
-async def test_a_request_that_another_worker_may_have_got_before_counts_as_attempted_once(
+async def test_a_request_counts_as_attempted_once_before_if_another_worker_may_have_got_it(
     first_seq: int, attempts: int
 ) -> None:
     """At sequence 7, where `first_seq` is the first that no other worker got, and 0 not known."""
@@ -242,7 +242,7 @@ async def test_an_attempt_of_another_worker_at_a_request_counts_as_a_crash_only_
 
 
 @pytest.mark.parametrize(("text", "expected"), [("hello", "appended"), ("other", "id_conflict")])
-async def test_a_request_with_an_already_used_id_is_no_dead_letter_if_a_worker_crashes_meanwhile(
+async def test_a_request_with_an_already_used_id_does_not_become_a_dead_letter_if_its_worker_crashes(
     wire: Start, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
 ) -> None:
     """Such a request runs nothing, so it cannot have ended them."""

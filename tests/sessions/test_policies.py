@@ -105,7 +105,7 @@ def test_an_open_request_with_the_largest_or_the_smallest_allowed_window_is_acce
     assert misfit(FULL, **limits) is None
 
 
-async def test_a_worker_whose_model_cannot_serve_an_open_sessions_policy_refuses_requests_with_the_reason(
+async def test_a_worker_whose_model_cannot_serve_a_sessions_cache_policy_refuses_the_sessions_requests(
     world: World,
 ) -> None:
     await world.ask(Open(id="o", cache=SINK_WINDOW))

@@ -147,7 +147,7 @@ async def test_an_open_request_with_too_few_resident_or_overlapping_pinned_token
         await worker.client.session("s").append(tokens=_words(TINY_CONTEXT + 10))
 
 
-async def test_workers_that_cannot_serve_paged_sessions_refuse_them_with_the_reason(
+async def test_workers_that_cannot_serve_paged_sessions_refuse_such_sessions_with_the_reason(
     local_worker: Callable, wide_model: Path
 ) -> None:
     narrow = await local_worker()

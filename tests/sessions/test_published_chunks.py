@@ -166,7 +166,7 @@ async def test_chunks_that_expired_while_the_machine_slept_are_published_again(
 
 
 @pytest.mark.simulated
-async def test_a_running_answer_publishes_its_chunks_again_if_the_token_stream_dropped_the_first_ones(
+async def test_a_running_answer_publishes_its_chunks_again_if_the_token_stream_dropped_the_first_chunks(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size of the token stream is limited, and it drops the oldest chunks. No text is lost."""

@@ -106,7 +106,7 @@ async def test_an_answer_ends_with_finish_reason_length_before_its_result_exceed
     assert (await w.send("s", generate("b")))["type"] == "generated"
 
 
-@pytest.mark.parametrize("is_fenced", [False, True])
+@pytest.mark.parametrize("is_fenced", [False, True], ids=["not fenced", "fenced by the running request"])
 async def test_a_cancel_is_confirmed_even_if_its_request_starts_to_run_at_the_same_time(
     wire: Start, monkeypatch: pytest.MonkeyPatch, *, is_fenced: bool
 ) -> None:
@@ -315,7 +315,7 @@ async def test_every_log_line_of_a_request_names_its_session_and_its_id(wire: St
         assert "request" in line, line
 
 
-async def test_if_a_log_without_space_refuses_a_repeated_request_the_client_finds_the_first_ones_result(
+async def test_if_a_full_log_refuses_a_repeated_request_the_client_finds_the_result_of_the_first_request(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its acknowledgement is lost, and the log is full when the client sends it again."""

@@ -230,7 +230,7 @@ async def test_close_with_forget_removes_a_session_from_the_log_by_exactly_one_d
     assert removed == ["first", "second"]
 
 
-async def test_close_with_forget_removes_the_requests_of_a_session_that_has_refused_all_of_them(
+async def test_close_with_forget_removes_the_requests_of_a_session_even_if_all_those_requests_had_failed(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire()

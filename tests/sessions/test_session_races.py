@@ -180,7 +180,7 @@ async def test_a_cancel_that_arrives_as_its_request_completes_is_refused_as_answ
 
 
 @pytest.mark.parametrize("is_forged", [True, False])
-async def test_cancelling_a_waiting_request_keeps_published_tokens_only_if_they_have_the_sessions_digest(
+async def test_cancelling_a_waiting_request_keeps_published_tokens_only_if_they_name_the_sessions_history(
     world: World, monkeypatch: pytest.MonkeyPatch, is_forged: bool
 ) -> None:
     """Those of a worker do, if the server has lost a result since: the request was the first one then."""
@@ -609,7 +609,7 @@ async def test_an_answer_whose_token_stream_another_worker_has_ended_stops_with_
         (0, 0, 3, False),
     ],
 )
-async def test_a_stopping_worker_keeps_the_recorded_failed_attempts_of_an_earlier_request(
+async def test_a_stopping_worker_does_not_overwrite_the_failed_attempts_recorded_for_an_earlier_request(
     world: World, noted: int, attempts: int, asked: int, is_noted: bool
 ) -> None:
     """Otherwise a request that crashes workers would be begun for ever, if some are stopped in between."""
@@ -673,7 +673,7 @@ async def test_a_worker_does_not_start_an_answer_that_another_worker_has_stored_
     assert len(begun) == 1
 
 
-async def test_a_failing_turn_stores_no_result_if_another_worker_answered_it_and_erased_the_session(
+async def test_a_failing_turn_stores_no_result_if_another_worker_answered_its_request_and_erased_the_session(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This worker was stalled: another one has answered the request meanwhile, and forgotten the session."""
@@ -716,7 +716,7 @@ async def test_a_close_with_cancel_ends_the_running_and_the_waiting_requests_bef
     assert "cancelled before" in world.result(second).message
 
 
-@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("is_read", [True, False], ids=["log read before", "log not read before"])
 async def test_a_close_with_cancel_also_ends_a_request_whose_log_page_is_being_read(
     world: World, monkeypatch: pytest.MonkeyPatch, is_read: bool
 ) -> None:
@@ -737,7 +737,7 @@ async def test_a_close_with_cancel_also_ends_a_request_whose_log_page_is_being_r
     assert world.result(seq).finish_reason == "cancelled"
 
 
-@pytest.mark.parametrize("was_read", [False, True])
+@pytest.mark.parametrize("was_read", [False, True], ids=["log not read before", "log read before"])
 async def test_reading_the_log_includes_a_result_whose_request_is_removed_between_two_reads(
     world: World, monkeypatch: pytest.MonkeyPatch, was_read: bool
 ) -> None:

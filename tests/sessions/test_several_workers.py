@@ -146,7 +146,7 @@ async def two(wire: Start) -> tuple[Wire, Wire]:
     return first, second
 
 
-async def test_a_worker_that_is_slow_to_report_its_active_sessions_is_still_counted_as_serving_them(
+async def test_a_worker_that_is_slow_to_report_its_active_sessions_still_counts_as_serving_those_sessions(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a worker that was paused goes on too, and a request that has crashed nobody is given up."""
@@ -225,7 +225,7 @@ async def test_a_draining_worker_hands_each_session_over_to_another_worker_betwe
     assert await turn(3) == {name}
 
 
-async def test_a_worker_that_compares_another_workers_session_with_a_forgotten_one_counts_its_new_size(
+async def test_a_worker_that_reads_turns_added_to_a_session_by_another_worker_counts_the_sessions_new_size(
     wire: Start,
 ) -> None:
     """Else its limit of memory for idle sessions would be wrong by what it has read of that session."""
@@ -248,7 +248,7 @@ async def test_a_worker_that_compares_another_workers_session_with_a_forgotten_o
 
 
 @pytest.mark.parametrize("name", ["s", "not~a~name"])
-async def test_a_worker_answers_requests_after_another_worker_forwarded_a_malformed_one(
+async def test_a_worker_still_answers_requests_after_another_worker_has_forwarded_a_malformed_request(
     quiet_wire: Start, name: str
 ) -> None:
     """A tenant may send requests to subjects whose session name is not valid."""

@@ -90,7 +90,9 @@ async def crowd() -> AsyncIterator[Crowd]:
     await asyncio.gather(*made.tasks.values(), return_exceptions=True)
 
 
-async def test_a_flooding_tenant_is_cut_to_a_quarter_of_the_rows_for_a_while_after_anothers_request() -> None:
+async def test_after_another_tenants_request_a_flooding_tenant_gets_only_a_quarter_of_the_batch_rows() -> (
+    None
+):
     async with crowd() as one:
         await one.flood("loud")
         assert one.num("loud") == MOST
@@ -149,7 +151,9 @@ async def test_two_flooding_tenants_get_equal_numbers_of_active_sessions() -> No
             assert one.num(tenant) == MOST // 2
 
 
-async def test_during_a_flood_of_long_answers_a_quarter_more_sessions_with_short_ones_are_admitted() -> None:
+async def test_during_a_flood_of_long_answers_a_quarter_more_sessions_with_short_answers_are_admitted() -> (
+    None
+):
     async with crowd() as one:
         await one.flood("loud")
         await one.come("loud", *(f"short{number}" for number in range(FLOOD)), max_new=3)

@@ -316,7 +316,7 @@ def test_each_adaptation_of_messages_to_a_chat_template_is_counted_by_kind_and_k
     assert said in prompt(tokenizers[name], *messages)
 
 
-def test_a_user_message_directly_after_one_of_an_earlier_request_is_reported_as_joined_to_that_one(
+def test_a_user_message_directly_after_a_user_message_of_an_earlier_request_is_reported_as_joined_to_it(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     noted = Counter[str]()
@@ -324,13 +324,13 @@ def test_a_user_message_directly_after_one_of_an_earlier_request_is_reported_as_
     assert noted == {"user and user in a row joined": 1}
 
 
-def test_only_developer_messages_are_adapted_for_a_chat_template_that_renders_all_other_kinds(
+def test_only_developer_messages_are_adapted_for_a_chat_template_that_renders_all_other_kinds_of_messages(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     assert tokenizers["with_tools"].support == TemplateSupport(developer=False)
 
 
-def test_the_adaptations_of_messages_that_each_chat_template_needs_are_listed_in_words(
+def test_the_adaptations_of_messages_that_a_chat_template_needs_are_listed_in_words_for_the_user(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     assert tokenizers["silent"].support.in_words() == ["developer as system", "tool results as user messages"]

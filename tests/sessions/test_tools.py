@@ -183,7 +183,7 @@ async def test_the_tools_of_a_request_replace_the_sessions_tools_and_an_empty_li
     await world.assert_fold_is_life()
 
 
-async def test_chat_template_variables_are_rendered_in_later_prompts_until_a_request_gives_others(
+async def test_chat_template_variables_are_rendered_in_later_prompts_until_a_request_gives_other_variables(
     variable: Tokenizer,
 ) -> None:
     world = world_of(variable, "One.", "Two.", "Three.", "Four.", "Five.")

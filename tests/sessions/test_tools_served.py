@@ -239,7 +239,7 @@ async def test_the_client_method_run_tools_calls_the_functions_and_sends_their_r
         await run_tools(random.session("s"), {}, messages=user("x"), tools=[CLOCK])
 
 
-async def test_the_client_method_run_tools_refuses_an_id_too_long_for_its_last_step_and_sends_nothing(
+async def test_the_client_method_run_tools_refuses_a_request_id_too_long_for_its_suffixes_and_sends_nothing(
     random: Client,
 ) -> None:
     functions: dict[str, Any] = {"clock": lambda: pytest.fail("its effect could not be undone")}

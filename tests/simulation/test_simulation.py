@@ -86,7 +86,7 @@ def test_a_worker_on_a_lagging_replica_does_not_run_again_a_request_that_a_dead_
     assert num_runs == 8
 
 
-def test_a_client_does_not_report_as_removed_an_answered_request_that_has_left_the_queue(
+def test_a_client_gets_the_result_of_a_request_that_is_answered_and_removed_from_the_log_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client that comes back for its answer has looked for the result before, and then for the request."""
@@ -169,7 +169,9 @@ def test_simulated_histories_that_once_failed_break_no_invariant() -> None:
     assert "10 histories" in said
 
 
-def test_request_ids_of_an_erased_session_can_be_reused_even_if_a_newer_worker_had_answered_them() -> None:
+def test_request_ids_of_an_erased_session_can_be_reused_even_if_a_newer_worker_answered_the_requests() -> (
+    None
+):
     plan = {"kinds": ("newer worker",), "num_faults": 5, "num_requests": 9, "num_clients": 3}
     plan |= {"num_visitors": 0, "num_sessions": 1, "sync_s": 0.0, "num_workers": 1}
     assert history.simulate(77, favoured=plan | {"weights": (10, 30, 10, 20, 5, 0)}).wrong == []
@@ -191,7 +193,9 @@ def test_the_end_of_a_simulation_closes_coroutines_of_tasks_that_have_not_starte
         run(loop, main(Process(loop, "worker")))
 
 
-def test_the_end_of_a_simulation_closes_the_coroutines_that_a_killed_task_starts_in_its_finally() -> None:
+def test_the_end_of_a_simulation_closes_the_coroutines_that_a_killed_task_starts_in_its_finally_block() -> (
+    None
+):
     """As a gateway does that cancels an answer which nobody waits for."""
 
     async def main(process: Process) -> None:

@@ -66,7 +66,7 @@ async def test_a_short_soak_run_with_restarts_and_model_changes_answers_every_re
     assert not verdict.faults.total(), verdict.notes
 
 
-def test_a_program_that_sigterm_ends_leaves_no_process_and_says_where_its_files_are(
+def test_a_soak_program_ended_by_sigterm_leaves_no_process_and_prints_where_its_files_are(
     tmp_path: Path,
 ) -> None:
     command = [sys.executable, str(Path(__file__).with_name("day.py"))]
