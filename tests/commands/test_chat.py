@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,8 @@ async def test_a_chat_shows_that_a_prefilled_question_without_a_place_in_the_bat
         with Terminal("chat", "--session", "s", *where(worker)) as terminal:
             terminal.wait_for(PROMPT)
             terminal.type("first\r")
-            terminal.wait_for("waiting for its turn")
+            time.sleep(1.5)  # it waited before it was prefilled, too
+            terminal.wait_for("waiting for its turn$")
 
     await asyncio.to_thread(run)
     info = await worker.client.session("s").info()
