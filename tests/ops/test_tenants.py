@@ -29,6 +29,7 @@ from turnkeep_client import wire
 from turnkeep_client.client import connect
 from turnkeep_client.errors import NotPermittedError
 from turnkeep_client.wire import Backlog
+from worker.wire.connection import confirm_subscriptions
 
 
 async def add(folder: Path, *arguments: str) -> str:
@@ -182,7 +183,7 @@ async def test_a_tenants_nats_user_can_neither_publish_as_other_tenants_nor_rece
 async def hears_nothing(server: Server, client: Client) -> None:
     """Let the tenant acme talk; nothing may reach an inbox of another user, all of which it listens to."""
     inbox = await client.subscribe("_INBOX.>")
-    await client.flush()
+    await confirm_subscriptions(client)
     seed = server.seed("acme.client")
     async with connect(server.url, tenant="acme", nkeys_seed=seed) as acme:
         await acme.session("s").generate(text="abc", max_tokens=4)
@@ -197,7 +198,7 @@ async def test_a_forged_reply_subject_cannot_write_into_another_tenants_account(
     acme, beta = await server.raw("acme.client"), await server.raw("beta.client")
     forged = await acme.subscribe("turnkeep.acme.*.out")
     inbox = await acme.subscribe("_INBOX.acme")
-    await acme.flush()
+    await confirm_subscriptions(acme)
     body = json.dumps({"v": 1, "op": "append", "id": "a", "text": "x"}).encode()
     for reply in (
         "turnkeep.acme.s.out",

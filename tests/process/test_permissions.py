@@ -18,6 +18,7 @@ from turnkeep_client.images import digest_of, image
 from turnkeep_client.messages import Generate
 from turnkeep_client.subjects import SessionKey
 from worker.sessions.dead_letters import RequestAttempts
+from worker.wire.connection import confirm_subscriptions
 
 
 async def test_the_documented_nats_permissions_let_a_client_use_its_sessions_but_not_forge_messages(
@@ -66,7 +67,7 @@ async def test_the_documented_nats_permissions_let_a_client_use_its_sessions_but
     # A weakness that docs/security.md names: replies are published by the worker and the server.
     other = await nats.connect(url.replace("//", "//worker:w@"))
     heard = await other.subscribe("turnkeep.other.s.in")
-    await other.flush()
+    await confirm_subscriptions(other)
     for kind in ("ctl", "in"):
         await nc.publish(f"turnkeep.acme.s.{kind}", b"{}", reply="turnkeep.other.s.in")
         await heard.next_msg(10)

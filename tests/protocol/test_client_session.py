@@ -61,6 +61,7 @@ from turnkeep_client.nats_client import Nats
 from turnkeep_client.sampling import Sampling
 from turnkeep_client.session import Session
 from turnkeep_client.subjects import SessionKey
+from worker.wire.connection import confirm_subscriptions
 
 
 async def test_each_client_session_method_sends_the_request_of_its_name_and_returns_its_result(
@@ -393,7 +394,7 @@ async def test_ask_embed_and_rerank_use_the_timeout_of_the_call_or_else_of_the_c
 ) -> None:
     async with await nats.connect(server.url) as silent_worker, connect(server.url, timeout_s=0.3) as client:
         await silent_worker.subscribe(f"{client.subjects.prefix}.>")
-        await silent_worker.flush()
+        await confirm_subscriptions(silent_worker)
         calls: list[Callable[..., Awaitable[object]]] = [
             partial(client.ask, "s", text="a"),
             partial(client.embed, ["a"]),

@@ -15,7 +15,7 @@ from raw_wire import PATIENCE_S, Start, Wire, append, generate
 
 from turnkeep_client.log import HISTORY_HEADER
 from turnkeep_client.nats_client import Nats
-from worker.wire.connection import connect
+from worker.wire.connection import confirm_subscriptions, connect
 
 #: Does not end by itself within some steps of the random model.
 LONG = {"text": "eee", "max_tokens": 300}
@@ -223,7 +223,7 @@ async def stored(w: Wire, raw: Socket, subject: bytes, body: bytes, header: byte
     """
     inbox = w.nc.new_inbox()
     acks = await w.nc.subscribe(inbox)
-    await w.nc.flush()
+    await confirm_subscriptions(w.nc)
     for is_last in (False, False, True):
         await raw.publish(subject, body, header, inbox.encode())
         try:

@@ -63,6 +63,7 @@ from worker.sessions.attachments import Checkpoint  # noqa: E402
 from worker.sessions.fold import Fold  # noqa: E402
 from worker.sessions.history import TokenHistory  # noqa: E402
 from worker.sessions.record import Record, ResultParts  # noqa: E402
+from worker.wire.connection import confirm_subscriptions  # noqa: E402
 from worker.wire.consistent_reads import StoredMessage  # noqa: E402
 
 SUBJECTS = Subjects()
@@ -196,7 +197,7 @@ class Heard:
             )
         await heard.nc.subscribe(SUBJECTS.every("out"), cb=heard._result)
         await heard.nc.subscribe(SUBJECTS.every_token(), cb=heard._chunk)
-        await heard.nc.flush()
+        await confirm_subscriptions(heard.nc)
         return heard
 
     async def _expected(self, error: Exception) -> None:
