@@ -203,7 +203,7 @@ async def test_the_command_show_prints_the_tool_call_of_an_answer(worker: LocalW
     assert re.search(r'^  assistant\n    look\(\{\s*"sky"\s*:\s*"blue"\s*\}\)\n', done.stdout, re.MULTILINE)
 
 
-async def test_the_command_show_prints_each_request_of_a_conversation_with_its_result_and_cost(
+async def test_the_command_show_prints_each_request_of_a_conversation_with_its_result_tokens_and_seconds(
     worker: LocalWorker,
 ) -> None:
     session = worker.client.session("garden")

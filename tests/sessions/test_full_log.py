@@ -159,7 +159,7 @@ async def test_a_size_limit_of_the_log_that_was_raised_by_hand_is_set_back_and_t
     assert (said["log_level"], said["found"], said["max_bytes"]) == ("warning", by_hand, open_bytes(LIMIT))
 
 
-async def test_the_last_part_of_the_reserved_log_space_accepts_small_entries_only_and_none_beyond_the_limit(
+async def test_the_last_log_space_kept_for_workers_takes_small_entries_only_and_none_above_the_logs_limit(
     local_worker: Any,
 ) -> None:
     worker = await local_worker(log_max_bytes=LIMIT, max_message_bytes=2**16)

@@ -635,7 +635,7 @@ async def test_closed_sessions_in_a_log_full_to_95_percent_are_removed_until_80_
     assert at_once == [True] * 3 + [False] * 3
 
 
-async def test_the_removal_of_closed_sessions_is_carried_out_again_after_a_restart_of_the_nats_server(
+async def test_closed_sessions_whose_removal_was_lost_in_a_restart_of_the_nats_server_are_removed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server may have lost its last entries, and another note may have the sequence of a known one."""

@@ -717,7 +717,7 @@ async def test_a_close_with_cancel_ends_the_running_and_the_waiting_requests_bef
 
 
 @pytest.mark.parametrize("is_read", [True, False], ids=["log read before", "log not read before"])
-async def test_a_close_with_cancel_also_ends_a_request_whose_log_page_is_being_read(
+async def test_a_close_with_cancel_also_ends_a_request_that_the_worker_is_just_reading_from_the_log(
     world: World, monkeypatch: pytest.MonkeyPatch, is_read: bool
 ) -> None:
     """With `is_read` the session's log was read before."""
