@@ -207,7 +207,7 @@ class FencedLog:
     async def _end_fold(self, record: Record) -> None:
         # Another worker may have removed the session meanwhile: removals begin with the first results.
         for seq in (record.first_out, record.pending[0].seq if record.pending else 0):
-            if seq and not await self._services.journal.is_there(seq):
+            if seq and await self._services.journal.entry(seq) is None:
                 raise FencedError(f"the entry at sequence {seq} has left the log")
         record.end_fold()
         if record.proven_seq and (checkpoint := record.next_checkpoint(record.proven_seq)):
@@ -305,9 +305,9 @@ class FencedLog:
         """Read an id's first request and its result from the log; None if the log has no such result."""
         answered = self.record.answered_ids
         while (found := answered.find(request_id)) is not None:
-            body = await self._services.journal.get(found.out_seq)
-            if body is not None:
-                return await self._answered(request_id, found.in_seq, body)
+            entry = await self._services.journal.entry(found.out_seq)
+            if entry is not None:
+                return await self._answered(request_id, found.in_seq, entry.body)
             if answered.find(request_id) == found:
                 answered.drop(request_id)  # its session was removed
         return None
@@ -470,7 +470,8 @@ class FencedLog:
         if isinstance(pending.request, Close):  # short, since whoever removes sessions reads no links
             return Asked(stored=pending.stored, request=msgspec.Raw(encode(pending.request)))
         headers = dict(pending.own_headers)
-        body = pending.body or await self._services.journal.get(pending.seq) or encode(pending.request)
+        entry = None if pending.body else await self._services.journal.entry(pending.seq)
+        body = pending.body or (entry.body if entry else encode(pending.request))
         asked = Asked(stored=pending.stored, request=msgspec.Raw(body), headers=headers)
         if max(len(body), pending.size_bytes) <= self._services.limits.most_request:
             return asked
