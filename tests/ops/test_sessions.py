@@ -524,7 +524,7 @@ async def test_a_session_that_is_answered_while_its_end_is_read_has_that_answer(
                 yield one
 
     await worker.client.session("s").append(text="hello")
-    key, wire = SessionKey("default", "s"), worker.client._wire
-    found = await ends(Early(wire, wire.subjects), {key: {"in": 1}})
+    key = SessionKey("default", "s")
+    found = await ends(Early(worker.client._wire), {key: {"in": 1}})
     assert found[key].answered is not None
     assert found[key].waiting == ()
