@@ -23,7 +23,7 @@ from worker.process.contradictions import check_together
 from worker.process.settings import SettingsError
 from worker.wire.credentials import worker_options
 
-from .flags import with_settings
+from .flags import port_option, with_settings
 from .nats_connection import CLIENT_SETTINGS, GATEWAY_SETTINGS, command_line
 from .ports import Beside, ports_of
 
@@ -63,24 +63,8 @@ class Manner:
 
 @click.command()
 @click.option("--check", is_flag=True, help="Check what this worker needs, as doctor does, and end.")
-@click.option(
-    "--gateway",
-    "gateway_port",
-    metavar="[PORT]",
-    type=click.IntRange(0, 65535),
-    is_flag=False,
-    flag_value=8080,
-    help="Run a gateway too, on this machine's loopback address. [default port: 8080]",
-)
-@click.option(
-    "--console",
-    "console_port",
-    metavar="[PORT]",
-    type=click.IntRange(0, 65535),
-    is_flag=False,
-    flag_value=9423,
-    help="Run a console too, a page to chat in, on the loopback address. [default port: 9423]",
-)
+@port_option("gateway", 8080, "Run a gateway too, on this machine's loopback address.")
+@port_option("console", 9423, "Run a console too, a page to chat in, on the loopback address.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings()
 def serve(
