@@ -55,6 +55,8 @@ class Manner:
 
     #: The commands to run beside the workers, `gateway` and `console`, with their options.
     beside: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    #: The gateway's port; None if there is no gateway, or any free port.
+    gateway: int | None = None
     #: Whether it prints the steps of its start and then `ready`, and ends when its standard input does.
     until_eof: bool = False
     #: Lines of the log that were not sent to the console yet.
@@ -92,7 +94,7 @@ def serve(
         cache_codec(one)  # raises if its key cannot be used
     # Without --data-dir, a child would use the server of NATS_URL.
     own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
-    manner = Manner(beside=_beside(own, beside), until_eof=until_eof)
+    manner = Manner(beside=_beside(own, beside), gateway=gateway_port or None, until_eof=until_eof)
     again = given.as_found()  # without its file, a reload would apply defaults, and evict snapshots
     run(settings, models, lambda: _loaded(again), manner)
 
@@ -157,6 +159,7 @@ def run(
             models,
             kept=manner.log.append if "console" in manner.beside else None,
             step=click.echo if manner.until_eof else None,
+            gateway=manner.gateway,
         )
 
         async def reload() -> None:
