@@ -446,11 +446,10 @@ class FencedLog:
         if self._attachments.link is not None:
             headers[CHECKPOINT_HEADER] = str(self._attachments.link)
         if result.repeat_of is not None:
-            if outcome.first:
-                asked = await self._asked(pending)
-                repeat = encode_repeat(outcome.first, asked, seq=pending.seq, repeat_of=result.repeat_of)
-                return repeat, headers
-        elif isinstance(result, Opened) and result.parent:
+            asked = await self._asked(pending)
+            repeat = encode_repeat(outcome.first, asked, seq=pending.seq, repeat_of=result.repeat_of)
+            return repeat, headers
+        if isinstance(result, Opened) and result.parent:
             headers[PARTS_HEADER] = str(await self._attachments.store_base(pending.seq, history))
         elif not changes_session(result) and pending.change is not None:  # so that any model can forget it
             change = msgspec.json.encode(pending.change)
