@@ -24,6 +24,7 @@ from worker.process.installed import http_libraries
 from worker.wire.credentials import own_token
 
 from .flags import keep_option, listen_option, tenant_option, with_settings
+from .gateway_note import noted_gateway
 from .nats_connection import CLIENT_SETTINGS, command_line, connected, talk, url_of
 from .sampling import asked
 
@@ -171,12 +172,10 @@ def _addresses(settings: Settings) -> Addresses:
     """Return the addresses and commands with which users connect to this prefix; the page shows them."""
     from ops.console.app import Addresses
 
-    from .launch import own_gateway
-
-    port = own_gateway(settings.data_dir)
-    gateway = f"http://127.0.0.1:{port or 8080}"
+    here = noted_gateway(settings.data_dir)
     launch, info = (command_line(settings, one, ["data_dir"]) for one in ("launch", "info"))
-    return Addresses(shown(url_of(settings)), gateway, port is not None, launch, f"{info} --url")
+    gateway = here or "http://127.0.0.1:8080"
+    return Addresses(shown(url_of(settings)), gateway, here is not None, launch, f"{info} --url")
 
 
 def token_of(settings: Settings, of: str) -> str:

@@ -180,6 +180,21 @@ def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Cal
     )
 
 
+def port_option(
+    what: str, port: int, help_text: str, *, least: int = 0
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `--WHAT [PORT]`, passed as `WHAT_port`: None if left out, `port` if the flag has no value."""
+    return click.option(
+        f"--{what}",
+        f"{what}_port",
+        metavar="[PORT]",
+        type=click.IntRange(least, 65535),
+        is_flag=False,
+        flag_value=port,
+        help=f"{help_text} [default port: {port}]",
+    )
+
+
 def keep_option(
     least_s: float, default_s: float, kept: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""The files in a data directory that say where gateways are: `gateway` writes one, `launch` reads them."""
+"""Where a data directory's gateways are: `gateway` writes a file there, `serve` a note into its lock file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import os
 from typing import TYPE_CHECKING, Final
+
+from worker.process.datadir import holder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,7 +45,13 @@ def _remove(path: Path, own: os.stat_result) -> None:
 
 
 def noted_gateway(data_dir: Path) -> str | None:
-    """Return the URL of the gateway that was noted last of those that run; None if none does."""
+    """Return the URL of the running worker's gateway, also while it starts; without one, of another gateway.
+
+    That is the one that was noted last of those that run. None if there is none.
+    """
+    held = holder(data_dir)
+    if held is not None and held.gateway is not None:
+        return f"http://127.0.0.1:{held.gateway}"
     for path in sorted(data_dir.glob(f"{_NAME}*"), key=_noted_ns, reverse=True):
         with contextlib.suppress(OSError), path.open(encoding="utf-8") as file:
             try:

@@ -9,19 +9,16 @@ import shutil
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
 from http import HTTPStatus
 from http.client import HTTPException
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 import click
-import psutil
 
 from turnkeep_client.errors import TurnkeepError
-from worker.process.datadir import holder, starting_pid
+from worker.process.datadir import starting_pid
 
 from .agents import AGENTS, INSTALLS, GatewayAccess, own_prompt_tokens, start_of
 from .flags import with_settings
@@ -83,8 +80,7 @@ def launch(
     changed. All arguments after the agent's name are the agent's, as in `turnkeep launch pi -p "Say hello"`.
     """
     settings = given.load()
-    own = own_gateway(settings.data_dir)
-    here = f"http://127.0.0.1:{own}" if own else noted_gateway(settings.data_dir)
+    here = noted_gateway(settings.data_dir)
     url = url or here or f"http://127.0.0.1:{_PORT}"
     try:
         door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, of, settings.data_dir, here)
@@ -131,18 +127,6 @@ def _advice(data_dir: Path, needed: int) -> str:
     known_ = [one for one in known() if fits(needed_bytes(one.weights_gb * 1e9, one.parameters_b * 1e9))]
     names = " or ".join(one.id for one in known_[-2:])
     return f"serve {f'--model {names}' if names else 'another model'}, or shorten it as docs/agents.md says"
-
-
-def own_gateway(data_dir: Path) -> int | None:
-    """Return the port of the gateway that a data directory's running worker has; None if there is none."""
-    arguments = list[str]()
-    with suppress(psutil.Error):  # the process has just ended
-        arguments = psutil.Process(held.pid).cmdline() if (held := holder(data_dir)) else []
-    for argument, after in pairwise([*arguments, ""]):
-        name, _, value = argument.partition("=")
-        if name == "--gateway":
-            return (int(given) or None) if (given := value or after).isdecimal() else _PORT
-    return None
 
 
 def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path, here: str | None) -> GatewayAccess:

@@ -23,7 +23,7 @@ from worker.process.contradictions import check_together
 from worker.process.settings import SettingsError
 from worker.wire.credentials import worker_options
 
-from .flags import with_settings
+from .flags import port_option, with_settings
 from .nats_connection import CLIENT_SETTINGS, GATEWAY_SETTINGS, command_line
 from .ports import Beside, ports_of
 
@@ -55,6 +55,8 @@ class Manner:
 
     #: The commands to run beside the workers, `gateway` and `console`, with their options.
     beside: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    #: The gateway's port; None if there is no gateway, or any free port.
+    gateway: int | None = None
     #: Whether it prints the steps of its start and then `ready`, and ends when its standard input does.
     until_eof: bool = False
     #: Lines of the log that were not sent to the console yet.
@@ -63,24 +65,8 @@ class Manner:
 
 @click.command()
 @click.option("--check", is_flag=True, help="Check what this worker needs, as doctor does, and end.")
-@click.option(
-    "--gateway",
-    "gateway_port",
-    metavar="[PORT]",
-    type=click.IntRange(0, 65535),
-    is_flag=False,
-    flag_value=8080,
-    help="Run a gateway too, on this machine's loopback address. [default port: 8080]",
-)
-@click.option(
-    "--console",
-    "console_port",
-    metavar="[PORT]",
-    type=click.IntRange(0, 65535),
-    is_flag=False,
-    flag_value=9423,
-    help="Run a console too, a page to chat in, on the loopback address. [default port: 9423]",
-)
+@port_option("gateway", 8080, "Run a gateway too, on this machine's loopback address.")
+@port_option("console", 9423, "Run a console too, a page to chat in, on the loopback address.")
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings()
 def serve(
@@ -108,7 +94,7 @@ def serve(
         cache_codec(one)  # raises if its key cannot be used
     # Without --data-dir, a child would use the server of NATS_URL.
     own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
-    manner = Manner(beside=_beside(own, beside), until_eof=until_eof)
+    manner = Manner(beside=_beside(own, beside), gateway=gateway_port or None, until_eof=until_eof)
     again = given.as_found()  # without its file, a reload would apply defaults, and evict snapshots
     run(settings, models, lambda: _loaded(again), manner)
 
@@ -173,6 +159,7 @@ def run(
             models,
             kept=manner.log.append if "console" in manner.beside else None,
             step=click.echo if manner.until_eof else None,
+            gateway=manner.gateway,
         )
 
         async def reload() -> None:

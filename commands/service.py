@@ -26,7 +26,7 @@ from turnkeep_client.redact import shown
 from worker.process.datadir import DataDir, holder
 from worker.process.setting_sources import CONFIG_NAME, load, load_models
 
-from .flags import as_json
+from .flags import as_json, port_option
 from .nats_connection import talk, url_of
 from .printing import table
 
@@ -226,19 +226,12 @@ def service() -> None:
     type=click.Path(path_type=Path),
     help="Settings file. [default: ./turnkeep.toml, else one in your configuration folder]",
 )
-@click.option(
-    "--gateway",
-    metavar="[PORT]",
-    type=click.IntRange(1, 65535),
-    is_flag=False,
-    flag_value=8080,
-    help="Run a gateway too. [default port: 8080]",
-)
+@port_option("gateway", 8080, "Run a gateway too.", least=1)
 @click.option(
     "--print", "only_print", is_flag=True, help="Print the file for systemd or launchd; change nothing."
 )
 @click.option("--system", "is_daemon", is_flag=True, help="macOS: run it without a login; asks for sudo.")
-def install(config: Path | None, gateway: int | None, only_print: bool, is_daemon: bool) -> None:
+def install(config: Path | None, gateway_port: int | None, only_print: bool, is_daemon: bool) -> None:
     """Install and start the service, or start it anew with other settings.
 
     A user's systemd runs it on Linux, launchd on macOS. Its gateway is for this machine; `turnkeep gateway
@@ -246,7 +239,8 @@ def install(config: Path | None, gateway: int | None, only_print: bool, is_daemo
     """
     system = _system(is_daemon=is_daemon)
     config = _settings_file(config)
-    command = [*_program(), "serve", "--config", str(config), *([f"--gateway={gateway}"] if gateway else [])]
+    command = [*_program(), "serve", "--config", str(config)]
+    command += [f"--gateway={gateway_port}"] if gateway_port else []
     content = system.content(command, config)
     if only_print:
         click.echo(content.decode(), nl=False)
@@ -260,7 +254,7 @@ def install(config: Path | None, gateway: int | None, only_print: bool, is_daemo
         if is_daemon and (agent := _Launchd(is_daemon=False)).file.exists():
             raise ServiceError(f"{agent.file} is installed; remove it by `turnkeep service uninstall` first")
     if not (system.file.exists() and holder(settings.data_dir)):  # it may be this service that runs
-        _check_free(settings, gateway)
+        _check_free(settings, gateway_port)
     if not config.exists():
         config.parent.mkdir(parents=True, exist_ok=True)
         config.write_text("# Settings: https://toml.io. `turnkeep serve --help-all` lists them.\n")

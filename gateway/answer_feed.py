@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
 from turnkeep_client.errors import ClientClosedError, NoWorkerError, TurnkeepError
@@ -75,6 +76,19 @@ class AnswerFeed:
         self.is_abandoned = False
         #: The task that follows an answer of the log; None for a new one.
         self.following: asyncio.Task[None] | None = None
+
+    async def next_events(self, until_s: float) -> list[tuple[int, Event]]:
+        """Wait for an event; return it with those that have come meanwhile, as to a slow client.
+
+        Returns none if there is none at `until_s`, by the event loop's clock.
+        """
+        taken: list[tuple[int, Event]] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
+                taken.append(await self.events.get())
+        while not self.events.empty():
+            taken.append(self.events.get_nowait())
+        return taken
 
     def stop(self, why: NoWorkerError | None = None) -> None:
         """End the events by an error: `why`, or that the gateway stops. The answers go on."""

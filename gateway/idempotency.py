@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from turnkeep_client.errors import NoAnswerError, NoServerError, RequestFailedError
 from turnkeep_client.messages import Close, Failed, Opened
@@ -20,13 +20,9 @@ from .index import PREFIX, RequestName, base_of
 from .logged_answers import FIRST_PAUSE_S, MISTAKEN
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from turnkeep_client.client import Client
 
     from .logged_answers import LoggedAnswer, LoggedHeader
-
-_T = TypeVar("_T")
 
 #: The failure code of a request whose idempotency key was sent before with another request.
 KEY_REUSED: Final = "key_reused"
@@ -90,27 +86,15 @@ def key_reused() -> RequestFailedError:
     return RequestFailedError(KEY_REUSED, why, retryable=False)
 
 
-async def first_copy(client: Client, answer_id: str) -> LoggedAnswer | None:
-    """Read a request's last attempt, as the log first stored it; None if the log has none.
-
-    Retries while the log cannot be read.
-    """
-    found = await _read(lambda: logged_answers.find(client, {answer_id}, conversation=False))
-    return found.get(answer_id)
-
-
 async def first_note(client: Client, session: str, request_id: str, note: LoggedHeader) -> LoggedHeader:
     """Return the note that the log first stored with a request; `note` if that is of another body.
 
     Retries while the log cannot be read.
     """
-    first = await _read(lambda: logged_answers.note_of(client, session, request_id))
-    return first if first is not None and first.body == note.body else note
-
-
-async def _read(read: Callable[[], Awaitable[_T]]) -> _T:
     while True:
         try:
-            return await read()
+            first = await logged_answers.note_of(client, session, request_id)
         except (NoAnswerError, NoServerError):
             await asyncio.sleep(FIRST_PAUSE_S)
+        else:
+            return first if first is not None and first.body == note.body else note

@@ -18,7 +18,7 @@ from turnkeep_client.subjects import session_key
 
 from . import logged_answers
 from .answer_feed import Receipt
-from .idempotency import first_copy
+from .idempotency import first_note
 from .images import attach
 from .index import append_id, tags
 from .logged_answers import FIRST_PAUSE_S
@@ -93,8 +93,8 @@ class Sender:
         if feed.stays:
             await generation.send()
             if feed.key_id:  # another gateway may have stored the request before
-                first = await first_copy(self._client, feed.key_id)
-                feed.note = first.note if first else feed.note
+                first = first_note(self._client, asked.session.name, str(asked.name), feed.note)
+                feed.note = await first
             self._begin(feed)
             tell(Receipt())
         try:

@@ -252,14 +252,15 @@ def check(turn: ClientTurn, names: Mapping[str, str]) -> ClientTurn:
     """Return `turn` if its fields are valid, else raise `Fault`; `names` has the dialect's field names."""
     if len(turn.model) > _MOST_NAME:
         raise refused(f"model has {len(turn.model)} characters; the most are {_MOST_NAME}", "model")
+    each = turn.n // (len(turn.prompts) or 1)
     try:
-        for number in range(0, turn.n, max(1, turn.n // (len(turn.prompts) or 1))):
+        for number in range(0, turn.n, max(1, each)):
             one, _ = turn.alone(number)
             build(Generate, messages=one.messages, text=one.text, tokens=one.tokens, **one.options)
     except InvalidMessageError as error:
         raise renamed(refused(str(error), error.field), names) from None
-    if not turn.prompts and not 1 <= turn.n <= MOST_ANSWERS:
-        raise refused(f"n must be 1 to {MOST_ANSWERS}, not {turn.n}", "n")
+    if not 1 <= each <= MOST_ANSWERS:
+        raise refused(f"n must be 1 to {MOST_ANSWERS}, not {each}", "n")
     return turn
 
 

@@ -86,11 +86,12 @@ class Supervisor:
         *,
         kept: Callable[[str], object] | None = None,
         step: Callable[[str], object] | None = None,
+        gateway: int | None = None,
     ) -> None:
         """Take the settings, and those of each of several models; without any, `settings` has the only one.
 
         `kept` gets each line of the workers' logs, and `step` the steps of their starts, which are otherwise
-        logged.
+        logged. `gateway` is the port of a gateway that runs beside, which the data directory notes.
         """
         self._models = [ModelProcess(*one) for one in models.items()] or [ModelProcess(None, settings)]
         #: The settings that all models share; the NATS server must take the largest messages of any model.
@@ -99,6 +100,7 @@ class Supervisor:
         )
         self._kept = kept
         self._step = step
+        self._gateway = gateway
         self._are_several = bool(models)
         self._standby = Standby()
         self._memory = MemoryBudget()
@@ -148,7 +150,10 @@ class Supervisor:
             if settings.health is not None:  # first, as loading or downloading models may take long
                 await stack.enter_async_context(self._health(settings.health))
             self._directory = directory = stack.enter_context(
-                DataDir.open(settings.data_dir, settings.worker, settings.nats_place, limits_of(settings))
+                DataDir.open(
+                    *(settings.data_dir, settings.worker, settings.nats_place, limits_of(settings)),
+                    gateway=self._gateway,
+                )
             )
             url, options = over_tls(settings, settings.nats or ""), worker_options(settings)
             server = None if settings.nats else EmbeddedServer(directory, settings)

@@ -66,14 +66,12 @@ class Eraser:
         removed. A snapshot that a load or a turn uses is removed at its release. No removed snapshot comes
         back, not even by a write in flight.
         """
-        if self._remote is not None:
-            self._remote.forget()
         return self._discard(self._within(tenant, packed, shared))
 
     async def erase(
         self, tenant: str, packed: bytes, timeout_s: float = 2.0, *, shared: int = 0
     ) -> ErasureResult:
-        """Call `forget` at once, then wait at most `timeout_s` until the removal is durable.
+        """Do at once what `forget` does, then wait at most `timeout_s` until the removal is durable.
 
         Removes copies in quarantine and in the remote tier too. The result is not settled if time ran out, if
         a turn still uses one of the snapshots, if a removal failed, or if there are files of another format
@@ -81,7 +79,7 @@ class Eraser:
         """
         self._unsettled.add((tenant, packed, shared))
         nodes = self._within(tenant, packed, shared)
-        num_snapshots = self.forget(tenant, packed, shared)
+        num_snapshots = self._discard(nodes)
         erasing = None if self._remote is None else self._remote.erase(tenant, packed, shared)
         is_clean = await self._certain(lambda name: name.is_of(packed), nodes, erasing, timeout_s)
         if is_clean:
@@ -97,8 +95,6 @@ class Eraser:
         these tokens that were not settled. Returns whether the erasure and these repetitions are settled; if
         not, call again later. Snapshots that differ from the tokens only after the last mark are erased too.
         """
-        if self._remote is not None:
-            self._remote.forget()
         nodes = sorted(self._index.marked(marks), key=_last_first)
         self._discard(nodes)
         gone = [node for node in nodes if not self._index.has(node)]
@@ -173,7 +169,12 @@ class Eraser:
         return await self._queue.drained(timeout_s) and bool(erasure.result())
 
     def _discard(self, nodes: Sequence[Node]) -> int:
-        """Remove nodes, and call `lost`: a session that stays may have relied on one of them."""
+        """Remove nodes, and call `lost`: a session that stays may have relied on one of them.
+
+        Files that are being fetched from the remote tier are discarded, as they may have the same KV.
+        """
+        if self._remote is not None:
+            self._remote.forget()
         num_discarded = self._remover.discard(nodes)
         self._remover.lost()
         return num_discarded

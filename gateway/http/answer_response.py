@@ -197,14 +197,9 @@ class AnswerResponse(Response):
         """Return the encoder of later events, the encoded next ones or a heartbeat, and what has failed."""
         written, failure, due_s = b"", None, self._told_s + _HEARTBEAT_S
         try:
-            async with asyncio.timeout_at(due_s):
-                taken = await feed.events.get()
-            events, written = self._moved_or_next(events, *taken)
-            while not feed.events.empty():  # what came while a slow client was reading
-                events, more = self._moved_or_next(events, *feed.events.get_nowait())
+            for index, event in await feed.next_events(due_s):
+                events, more = self._moved_or_next(events, index, event)
                 written += more
-        except TimeoutError:
-            pass
         except TurnkeepError as error:
             failure = error
         # Chunks may add nothing for long: a call is told when it is complete.

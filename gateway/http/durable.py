@@ -6,7 +6,6 @@ The stream's messages are an API's numbered events as JSON; the offset is the ne
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Receive, Scope, Send
 
-    from gateway.answer_feed import AnswerFeed
+    from gateway.answer_feed import AnswerFeed, Event
     from gateway.answer_lookup import LocatedAnswer
     from gateway.form import Form
 
@@ -78,21 +77,19 @@ class DurableRead(Response):
 
     async def _skip(self, feed: AnswerFeed) -> None:
         """Read the events so far, without sending them."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_COLLECT_S):
-                while not (self._is_closed or self._is_cut):
-                    self._begun += self._next(*await feed.events.get())
+        until_s = asyncio.get_running_loop().time() + _COLLECT_S
+        while not (self._is_closed or self._is_cut) and (taken := await feed.next_events(until_s)):
+            self._begun += self._encoded(taken)
         self._new(self._begun)
         self._begun = b""
 
     async def _page(self, feed: AnswerFeed, send: Send) -> None:
         found: list[bytes] = []
         if self._live or not self._skips:
-            with contextlib.suppress(TimeoutError):
-                async for batch in self._batches(feed):
-                    found += batch
-                    if self._is_closed or (found and self._live):
-                        break
+            async for batch in self._batches(feed):
+                found += batch
+                if self._is_closed or (found and self._live):
+                    break
         body = b"[%s]" % b",".join(found)
         status = 200 if found or not self._live or self._is_closed else 204
         headers = {"stream-next-offset": self._offset, "stream-up-to-date": "true", "stream-cursor": "0"}
@@ -115,7 +112,7 @@ class DurableRead(Response):
     async def _batches(self, feed: AnswerFeed) -> AsyncIterator[list[bytes]]:
         """Yield batches of events that the client does not have, until the answer ends.
 
-        Raises TimeoutError after `_COLLECT_S` for a read without `live`, and after `_POLL_S` for a long poll.
+        A read without `live` ends after `_COLLECT_S` too, and a long poll after `_POLL_S`.
         """
         written, clock = self._begun, asyncio.get_running_loop().time
         until_s = clock() + (_POLL_S if self._live else _COLLECT_S)
@@ -124,30 +121,27 @@ class DurableRead(Response):
             if written or (is_endless and clock() >= until_s):
                 yield self._new(written)  # without events a heartbeat
                 until_s = clock() + _POLL_S if is_endless else until_s
-            written = b""
-            try:
-                async with asyncio.timeout_at(until_s):
-                    written = self._next(*await feed.events.get())
-            except TimeoutError:
-                if not is_endless:
-                    raise
-            while not feed.events.empty():
-                written += self._next(*feed.events.get_nowait())
+            taken = await feed.next_events(until_s)
+            if not (taken or is_endless):
+                return
+            written = self._encoded(taken)
         yield self._new(written)
 
-    def _next(self, index: int, event: Any) -> bytes:
-        match event:
-            case Chunk():
-                return self._events.chunk(index, event)
-            case Generated():
-                self._is_closed = True
-                return self._events.finish(index, event)
-            case NoWorkerError():  # the client reads on from here
-                self._is_cut = True
-            case TurnkeepError():
-                self._is_closed = True
-                return self._events.error(renamed(fault_of(event), self._names))
-        return b""
+    def _encoded(self, taken: list[tuple[int, Event]]) -> bytes:
+        written = b""
+        for index, event in taken:
+            match event:
+                case Chunk():
+                    written += self._events.chunk(index, event)
+                case Generated():
+                    self._is_closed = True
+                    written += self._events.finish(index, event)
+                case NoWorkerError():  # the client reads on from here
+                    self._is_cut = True
+                case TurnkeepError():
+                    self._is_closed = True
+                    written += self._events.error(renamed(fault_of(event), self._names))
+        return written
 
     def _new(self, written: bytes) -> list[bytes]:
         events = [one.partition(_DATA)[2] for one in written.split(_END)[:-1]]

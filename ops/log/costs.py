@@ -8,7 +8,6 @@ from msgspec import Struct
 
 from turnkeep_client.messages import Appended, Generated
 from turnkeep_client.session_log import read
-from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
     from turnkeep_client.session_log import Exchange, LoggedResult
+    from turnkeep_client.subjects import SessionKey
 
     from .sessions import SessionRow
 
@@ -91,17 +91,16 @@ class SessionCosts:
         return [await self._of(row) for row in rows]
 
     async def _of(self, row: SessionRow) -> Cost:
-        key = SessionKey(row.tenant, row.session)
-        known, state = self._sums.pop(key, _Sum()), (row.entries, row.last)
+        known, state = self._sums.pop(row.key, _Sum()), (row.entries, row.last)
         if known.state != state:
-            log = await read(self._client.stored, key, max(known.seq, 1))
+            log = await read(self._client.stored, row.key, max(known.seq, 1))
             if known.seq and known.last not in [_place(one) for one in log.answers]:
                 # The session was removed, or the log restored from a backup; entries have new sequences.
-                known, log = _Sum(), await read(self._client.stored, key)
+                known, log = _Sum(), await read(self._client.stored, row.key)
             new = (_cost(one) for one in log.exchanges if one.answered.seq > known.seq)
             last = _place(log.answers[-1]) if log.answers else None
             known = _Sum(last, sum(new, known.total), state)
-        self._sums[key] = known
+        self._sums[row.key] = known
         if len(self._sums) > _KEPT:
             del self._sums[next(iter(self._sums))]
         return known.total

@@ -70,6 +70,11 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     parent: Parent | None = None
     tags: tuple[str, ...] = ()
 
+    @property
+    def key(self) -> SessionKey:
+        """The session's key."""
+        return SessionKey(self.tenant, self.session)
+
 
 #: Most characters of a session's first words.
 _WORDS: Final = 55
@@ -152,9 +157,7 @@ async def running(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_ASK_S):
             await asyncio.gather(*map(ask, waiting[:_ASKED]))
-    return [
-        replace(row, state="running") if SessionKey(row.tenant, row.session) in found else row for row in rows
-    ]
+    return [replace(row, state="running") if row.key in found else row for row in rows]
 
 
 async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
@@ -163,14 +166,13 @@ async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
     Entries of a closed session with the name of an open one do not count. Raises `TurnkeepError`.
     """
     places = asyncio.Semaphore(_AT_ONCE)
-    there = [SessionKey(row.tenant, row.session) for row in rows if row.state not in ("closed", "forgotten")]
+    there = [row.key for row in rows if row.state not in ("closed", "forgotten")]
     notes = {key: one.seq async for key, one in client.stored.last(there, "closed")}
 
     async def read(row: SessionRow) -> SessionRow:
-        key = SessionKey(row.tenant, row.session)
         async with places:
-            start = await _start(client, key, notes[key]) if key in notes else 1
-            log = await first(client.stored, key, _FIRST, start)
+            start = await _start(client, row.key, notes[row.key]) if row.key in notes else 1
+            log = await first(client.stored, row.key, _FIRST, start)
         opened = next((one.result for one in log.answers if isinstance(one.result, Opened)), None)
         row = replace(row, begins=_first_words(one.request for one in log.asked))
         return replace(row, parent=opened.parent, tags=opened.tags) if opened else row
@@ -212,12 +214,12 @@ async def measured(client: Client, rows: Sequence[SessionRow], tenant: str = "*"
 
     Raises `TurnkeepError`.
     """
-    sizes: dict[SessionKey, int] = dict.fromkeys((SessionKey(row.tenant, row.session) for row in rows), 0)
+    sizes: dict[SessionKey, int] = dict.fromkeys((row.key for row in rows), 0)
     async for key, one in client.stored.every(SessionKey(tenant, "*")):
         if key in sizes:
             headers = sum(len(name) + len(value) for name, value in one.headers.items())
             sizes[key] += len(one.body) + headers
-    return [replace(row, size_bytes=sizes[SessionKey(row.tenant, row.session)]) for row in rows]
+    return [replace(row, size_bytes=sizes[row.key]) for row in rows]
 
 
 def order(rows: Iterable[SessionRow], by: str) -> list[SessionRow]:

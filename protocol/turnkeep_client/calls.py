@@ -110,7 +110,7 @@ class _ResultFeed:
             return False
         # Answered requests leave the queue too, and it may have been answered since `read_log`.
         with suppress(TurnkeepError):
-            stream = LogStream(self._wire, self._wire.subjects)
+            stream = LogStream(self._wire)
             async for _, stored in stream.every(self._key, "out", (call.seq or 0) + 1):
                 self._resolve(stored.body)
             return not call.is_resolved()

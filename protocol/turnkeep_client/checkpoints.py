@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -62,17 +62,33 @@ def digest(body: bytes) -> bytes:
     return blake2b(body, digest_size=16).digest()
 
 
+class _Message(Protocol):
+    @property
+    def body(self) -> bytes: ...
+
+
+async def read_value(link: Link | None, read: Callable[[int], Awaitable[_Message | None]]) -> bytes | None:
+    """Read a long value, whose last part `link` names; None without a link, or if a part is gone or changed.
+
+    `read` returns the message at a stream sequence.
+    """
+    parts: list[bytes] = []
+    async for message in backwards(link, read):
+        if message is None:
+            return None
+        parts.append(message.part)
+    return b"".join(reversed(parts)) if parts else None
+
+
 async def backwards(
-    link: Link | None, read: Callable[[int], Awaitable[bytes | None]]
+    link: Link | None, read: Callable[[int], Awaitable[_Message | None]]
 ) -> AsyncIterator[CheckpointMessage | None]:
     """Yield a chain's messages from the last, which `link` names, to the first.
 
-    If a message is missing or changed, yield None and end.
-
-    `read` returns the body of the message at a stream sequence.
+    If a message is missing or changed, yield None and end. `read` is that of `read_value`.
     """
     while link is not None:
-        body = await read(link.seq)
-        message = CheckpointMessage.unpack(body, link) if body is not None else None
+        stored = await read(link.seq)
+        message = CheckpointMessage.unpack(stored.body, link) if stored is not None else None
         yield message
         link = Link.parse(message.before) if message else None

@@ -270,7 +270,7 @@ class Client:
     @property
     def stored(self) -> LogStream:
         """The log's stream, for operators: most of its methods need rights on JetStream's API."""
-        return LogStream(self._wire, self._wire.subjects)
+        return LogStream(self._wire)
 
     @property
     def connected(self) -> bool:

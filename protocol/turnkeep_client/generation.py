@@ -200,7 +200,7 @@ class _Chunks:
         False if the log cannot be read; then the answer's tokens arrive only with the result.
         """
         with suppress(TurnkeepError):
-            found = await find_request(LogStream(self._wire, self._wire.subjects), self._call.key, seq)
+            found = await find_request(LogStream(self._wire), self._call.key, seq)
             return found is not None and found.request == self._call.request
         return False
 

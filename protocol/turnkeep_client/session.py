@@ -285,11 +285,11 @@ class Session:
         `before`, a stream sequence, return the conversation as it was before that entry of the log.
         """
         check_options(before=before)
-        return await read_history(LogStream(self._wire, self._wire.subjects), self.key, before)
+        return await read_history(LogStream(self._wire), self.key, before)
 
     async def image(self, digest: str) -> bytes:
         """Read an image that the conversation names. Raises `InvalidMessageError` if the log has none."""
-        found = await LogStream(self._wire, self._wire.subjects).image(self.key, digest)
+        found = await LogStream(self._wire).image(self.key, digest)
         if found is None:
             raise InvalidMessageError(f"the log has no image {digest} of the session {self.key}")
         return found

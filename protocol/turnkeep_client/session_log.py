@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct
 
-from .checkpoints import Link, backwards
+from .checkpoints import Link, read_value
 from .errors import InvalidMessageError
 from .log import BEGAN_HEADER, PARTS_HEADER, Entry, derived_seed
 from .messages import (
@@ -364,13 +364,7 @@ async def read_part(stream: LogStream, answered: Entry) -> bytes | None:
 
 
 async def _long(stream: LogStream, key: SessionKey, link: str) -> bytes | None:
-    async def body(seq: int) -> bytes | None:
-        stored = await stream.get(key, "checkpoint", seq)
-        return stored.body if stored else None
-
-    messages = [one async for one in backwards(Link.parse(link), body)]
-    parts = [one.part for one in messages[::-1] if one is not None]
-    return b"".join(parts) if parts and len(parts) == len(messages) else None
+    return await read_value(Link.parse(link), partial(stream.get, key, "checkpoint"))
 
 
 async def _entries(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
     from .log import Entry, Stored
-    from .subjects import SessionKind, Subjects
+    from .subjects import SessionKind
     from .wire import NatsWire
 
 #: The server answers for at most 1,024 subjects at a time.
@@ -60,10 +60,10 @@ class UnsentMessage(NamedTuple):
 class LogStream:
     """Reads and changes the log of one prefix."""
 
-    def __init__(self, api: NatsWire, subjects: Subjects) -> None:
+    def __init__(self, api: NatsWire) -> None:
         self._api = api
-        self._subjects = subjects
-        self.name = subjects.log_stream
+        self._subjects = api.subjects
+        self.name = self._subjects.log_stream
 
     async def subjects(self, tenant: str = "*", session: str = "*") -> dict[SessionKey, dict[str, int]]:
         """Count each session's entries by kind. Needs `$JS.API.STREAM.INFO.<log>`."""

@@ -87,7 +87,6 @@ def test_launch_waits_for_the_gateway_of_a_starting_worker_but_not_for_a_gateway
 ) -> None:
     port = free_port()
     process = worker_process("--gateway", str(port), model=tiny_model)
-    process.forks = False  # its command line is looked at
     process.start()
     while starting_pid(process.data_dir) is None:
         time.sleep(0.02)

@@ -472,15 +472,15 @@ async def test_looking_up_an_idempotency_key_in_the_log_is_retried_after_a_lost_
     """The log has the request already, so an error would tell its client of a failure that is none."""
     errors: list[Exception] = [NoAnswerError("no leader"), NoServerError("the connection is lost")]
 
-    async def find(*_: Any, **__: Any) -> dict[str, Any]:
+    async def note_of(*_: Any) -> None:
         if errors:
             raise errors.pop()
-        return {}
 
-    monkeypatch.setattr(logged_answers, "find", find)
+    monkeypatch.setattr(logged_answers, "note_of", note_of)
     monkeypatch.setattr(idempotency, "FIRST_PAUSE_S", 0.0)
     client: Any = None
-    assert await idempotency.first_copy(client, "a") is None
+    note: Any = object()
+    assert await idempotency.first_note(client, "s", "a", note) is note
     assert not errors
 
 

@@ -787,7 +787,6 @@ async def test_the_command_console_shows_the_workers_of_its_subject_prefix_and_t
 ) -> None:
     port = free_port()
     worker = worker_process("--gateway", str(port))
-    worker.forks = False  # its command line is looked at
     worker.start()
     async with await worker.client():
         pass

@@ -49,7 +49,7 @@ class Log:
 
     def row(self) -> Any:
         last = self.entries[-1].stored
-        return SimpleNamespace(tenant="default", session="s", entries=len(self.entries), last=last)
+        return SimpleNamespace(key=SessionKey("default", "s"), entries=len(self.entries), last=last)
 
 
 @pytest.fixture

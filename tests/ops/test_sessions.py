@@ -526,7 +526,7 @@ async def test_reading_the_end_of_a_session_finds_an_answer_that_is_stored_durin
                 yield one
 
     await worker.client.session("s").append(text="hello")
-    key, wire = SessionKey("default", "s"), worker.client._wire
-    found = await ends(Early(wire, wire.subjects), {key: {"in": 1}})
+    key = SessionKey("default", "s")
+    found = await ends(Early(worker.client._wire), {key: {"in": 1}})
     assert found[key].answered is not None
     assert found[key].waiting == ()

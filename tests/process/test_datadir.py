@@ -23,7 +23,7 @@ def test_opening_a_new_data_directory_creates_a_private_directory_with_subfolder
         assert path.stat().st_mode & 0o077 == 0
         inode = (opened.path / "worker.lock").stat().st_ino
         note = {"pid": os.getpid(), "worker": "w1", "directory": opened.name, "inode": inode, "nats": None}
-        note["limits"] = {}
+        note |= {"limits": {}, "gateway": None}
         assert json.loads((path / "worker.lock").read_text()) == note
 
 

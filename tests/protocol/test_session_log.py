@@ -35,6 +35,8 @@ GARDEN = SessionKey("default", "garden")
 class RecordedWire:
     """Answers batched gets from the recorded entries, `batch` at a time."""
 
+    subjects = Subjects()
+
     def __init__(self, lost: tuple[int, ...] = ()) -> None:
         self.num_read = 0
         self._entries = [one for one in RECORDED["entries"] if one["seq"] not in lost]
@@ -84,7 +86,7 @@ class LaggingWire(RecordedWire):
 
 
 def stream(*lost: int) -> LogStream:
-    return LogStream(RecordedWire(lost), Subjects())  # type: ignore[arg-type]
+    return LogStream(RecordedWire(lost))  # type: ignore[arg-type]
 
 
 def pairs(log: SessionLog) -> list[list[int]]:
@@ -133,14 +135,14 @@ async def test_reading_a_session_log_includes_a_request_that_is_answered_during_
     whole = await read(stream(), GARDEN)
     (*_, (asked, answered)) = pairs(whole)
     wire: Any = AnsweringWire(asked, answered)
-    assert pairs(await read(LogStream(wire, Subjects()), GARDEN)) == pairs(whole)
+    assert pairs(await read(LogStream(wire), GARDEN)) == pairs(whole)
     wire = AnsweringWire(asked, answered)
-    assert pairs(await first(LogStream(wire, Subjects()), GARDEN, 99)) == pairs(whole)
+    assert pairs(await first(LogStream(wire), GARDEN, 99)) == pairs(whole)
 
 
 async def test_a_log_entry_that_only_a_lagging_replica_lacks_is_not_reported_as_removed() -> None:
     wire: Any = LaggingWire()
-    assert await LogStream(wire, Subjects()).get(SessionKey("default", "running"), "in", 26) is not None
+    assert await LogStream(wire).get(SessionKey("default", "running"), "in", 26) is not None
 
 
 async def test_of_two_results_of_a_request_in_a_session_log_the_history_has_only_the_first() -> None:

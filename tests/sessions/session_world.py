@@ -134,12 +134,9 @@ class Log:
             return StoredMessage(1, STORED, self.notes[-1], {}) if self.notes else None
         return next((entry for entry in reversed(self.entries) if entry.kind == kind), None)
 
-    async def is_there(self, _: int) -> bool:
-        return True
-
     async def entry(self, seq: int) -> StoredMessage | None:
-        found = self.entries[seq - 1]
-        return found if found.kind == "in" else None
+        found = (one for one in self.entries if one.seq == seq and one.kind in ("in", "out", "checkpoint"))
+        return next(found, None)
 
     async def append(self, _: SessionKey, kind: str, body: bytes, *__: Any) -> None:
         if kind == "attempt":
@@ -156,10 +153,6 @@ class Log:
 
     async def delete(self, _: int) -> None:
         pass
-
-    async def get(self, seq: int) -> bytes | None:
-        found = self.entries[seq - 1] if 0 < seq <= len(self.entries) else None
-        return found.body if found and found.kind in ("in", "out", "checkpoint") else None
 
     async def store_checkpoint(self, _: SessionKey, body: bytes) -> int:
         return self.add("checkpoint", body)

@@ -306,7 +306,7 @@ class Cluster:
         passed = json.loads(body)
         to = self.workers[member.worker]
         answer = await to._judge(KEY, delivery(), is_sent=passed["is_sent"], sender=passed["sender"])
-        if answer.verdict.value == "taken":
+        if answer.has_taken:
             await to._take(KEY, delivery())
         elif answer.boot:
             to._owners.remember(KEY, answer.boot)

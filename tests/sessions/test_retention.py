@@ -559,8 +559,8 @@ async def test_removing_a_closed_session_keeps_the_checkpoint_values_that_later_
             for one in results:
                 yield one
 
-        async def get(self, seq: int) -> bytes:
-            return values[seq]
+        async def entry(self, seq: int) -> StoredMessage:
+            return StoredMessage(seq, now, values[seq], {})
 
         async def remove(self, _: SessionKey, before: int, kind: str = "", **options: Any) -> None:
             removed[kind] = before, options.get("kept")

@@ -38,6 +38,7 @@ from worker.sessions.cancelling import cancel
 from worker.sessions.dead_letters import excuse
 from worker.sessions.pending import PendingRequest
 from worker.wire.chunks import PublishedChunks
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 
 
@@ -336,12 +337,12 @@ async def test_a_repeated_request_gets_its_recorded_result_even_if_an_erased_ses
 ) -> None:
     """The id's first result was removed from the log; the index of ids still has it before the second."""
     await world.ask(Append(id="a", text="one"))
-    get = world.log.get
+    entry = world.log.entry
 
-    async def leader(seq: int) -> bytes | None:
-        return await get(seq) if seq > 2 else None
+    async def leader(seq: int) -> StoredMessage | None:
+        return await entry(seq) if seq > 2 else None
 
-    monkeypatch.setattr(world.log, "get", leader)
+    monkeypatch.setattr(world.log, "entry", leader)
     again = Append(id="a", text="two")
     second = await world.ask(again)
     assert (second.seq, second.repeat_of) == (3, None)

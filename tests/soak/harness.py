@@ -244,7 +244,7 @@ async def read_log(url: str) -> list[Any]:
     for left in itertools.count(20, -1):
         try:
             async with connect(url, connect_timeout_s=10) as client:
-                log = LogStream(client._wire, SUBJECTS)
+                log = LogStream(client._wire)
                 return [one async for one in log._all(SUBJECTS.log_stream, "turnkeep.>")]
         except TurnkeepError:
             if not left:

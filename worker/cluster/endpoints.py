@@ -18,6 +18,7 @@ from msgspec import Raw
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Failed, encode, failure
+from worker.process.equal_share import most_of_each
 from worker.wire.connection import confirm_subscriptions
 from worker.wire.discovery import QUEUE
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _CLOSE_S = 5.0
-#: Limit of open requests; above it, a tenant with at least an equal share of them gets `overloaded`.
+#: Limit of open requests, as `most_of_each` divides it; above it, a tenant gets `overloaded`.
 _MAX_OPEN = 4096
 _TOO_MANY = f"the worker has {_MAX_OPEN} questions to answer already; ask again later"
 #: The time for a last reply when the worker stops.
@@ -137,11 +138,10 @@ class Endpoints:
 
         async def spawn(message: Msg) -> None:
             tenant = message.subject.rsplit(".", 3)[1]
-            share = _MAX_OPEN // (len(self._tenants) or 1)
             is_over = self._tasks.cancel_scope.cancel_called  # a new task would spin until the others end
             if is_over and await self._overheard.pass_on(message):
                 return
-            if is_over or (self._tenants.total() >= _MAX_OPEN and self._tenants[tenant] >= share):
+            if is_over or self._tenants[tenant] >= most_of_each(self._tenants, _MAX_OPEN):
                 calls.count(0, "overloaded")
                 await self._reply(message, failure(None, "overloaded", _STOPS if is_over else _TOO_MANY))
                 await self._overheard.tell(message, has_replied=True)

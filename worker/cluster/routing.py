@@ -1,7 +1,7 @@
 """Brings requests to the workers of their sessions, and takes over the sessions of workers that have ended.
 
 Any worker may get a delivery from the shared consumer. If the session belongs to another worker (see
-`owners`), the delivery is passed on. That worker answers with a verdict: it has taken it, or not yet, or the
+`owners`), the delivery is passed on. That worker answers that it has taken it, or has not yet, or that the
 session belongs elsewhere. The worker that is named then takes the delivery, even if it knows nothing of the
 session. So a delivery is passed on twice at most. A worker that is alone asks nobody.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -50,16 +49,6 @@ _GAP: Final = 8
 _RATIO: Final = 1.5
 
 
-class RoutingReply(Enum):
-    """A worker's answer to a delivery that another one passes on to it."""
-
-    TAKEN = "taken"
-    #: The worker stops, or drains while it is at work on the session: ask again soon.
-    LATER = "later"
-    #: The session belongs to the worker that is named beside the verdict, which takes it.
-    ELSEWHERE = "elsewhere"
-
-
 class _Passed(msgspec.Struct, frozen=True):
     """A delivery that is passed on: the request's subject and sequence, and the subject of its ack, if any.
 
@@ -75,14 +64,16 @@ class _Passed(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A verdict; with `ELSEWHERE`, `boot` is the `Member.boot` of the worker that takes the session."""
+    """A worker's answer to a delivery that another one passes on to it."""
 
-    verdict: RoutingReply
+    has_taken: bool = False
+    #: The `Member.boot` of the worker that the session belongs to, which takes it; empty if it is this one.
     boot: str = ""
 
 
-_TAKEN: Final = _Answer(RoutingReply.TAKEN)
-_LATER: Final = _Answer(RoutingReply.LATER)
+_TAKEN: Final = _Answer(has_taken=True)
+#: The worker stops, or drains while it is at work on the session: ask again soon.
+_LATER: Final = _Answer()
 
 
 class Routing:
@@ -225,11 +216,11 @@ class Routing:
                 answer = await self._pass_on(member, message, is_sent=is_sent)
             else:
                 answer = await self._judge(key, message, owner, is_sent=is_sent)
-                if answer.verdict is RoutingReply.TAKEN:
+                if answer.has_taken:
                     return await self._take(key, message, server)
-            self._owners.remember(key, member.boot if answer.verdict is RoutingReply.TAKEN else answer.boot)
-            if answer.verdict is not RoutingReply.ELSEWHERE or is_sent:
-                return answer.verdict is RoutingReply.TAKEN
+            self._owners.remember(key, member.boot if answer.has_taken else answer.boot)
+            if not answer.boot or is_sent:
+                return answer.has_taken
             named = [one for one in self._owners.takers() if one.boot == answer.boot]
             if not named:  # this worker does not know it yet, or knows of its end already
                 return False
@@ -258,9 +249,9 @@ class Routing:
         if owner.member.boot == sender and takes:  # the sender would not pass on what is its own
             return _TAKEN
         if not self._owners.is_me(owner.member):
-            return _Answer(RoutingReply.ELSEWHERE, owner.member.boot)
+            return _Answer(boot=owner.member.boot)
         other = self._relief(key, sender) if owner.is_free else ""
-        return _Answer(RoutingReply.ELSEWHERE, other) if other else _TAKEN
+        return _Answer(boot=other) if other else _TAKEN
 
     def _relief(self, key: SessionKey, sender: str) -> str:
         """Return the worker that takes a free session in place of this one; empty if this one keeps it.
@@ -334,9 +325,9 @@ class Routing:
         if not is_of(delivery, entry):
             return _TAKEN  # a restarted server has lost it
         answer = await self._judge(key, delivery, is_sent=passed.is_sent, sender=passed.sender)
-        if answer.verdict is RoutingReply.ELSEWHERE:
+        if answer.boot:
             self._owners.remember(key, answer.boot)
-        if answer.verdict is RoutingReply.TAKEN and not await self._take(key, delivery):
+        if answer.has_taken and not await self._take(key, delivery):
             return _LATER
         return answer
 

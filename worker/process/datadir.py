@@ -106,12 +106,13 @@ class DataDir:
         worker: str = "",
         nats: str | int | None = None,
         limits: Mapping[str, Any] = MappingProxyType({}),
+        gateway: int | None = None,
     ) -> DataDir:
         """Create the directory if needed, check that it is writable, and lock it.
 
         Waits until what a killed process has started on the directory has ended. Other processes can read
-        from the lock file: the name `worker`, its NATS server `nats` (None keeps the noted one) and its
-        `limits`. Raises `DataDirError`.
+        from the lock file: the name `worker`, its NATS server `nats` (None keeps the noted one), its `limits`
+        and the port of its `gateway`. Raises `DataDirError`.
         """
         path = path.absolute()
         fd = -1
@@ -121,7 +122,7 @@ class DataDir:
             fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
             _lock(path, fd)
             # The file is never unlinked: two workers could then each lock an inode of this name.
-            opened = cls(path, fd, _note_worker(fd, worker, nats, limits))
+            opened = cls(path, fd, _note_worker(fd, worker, nats, limits, gateway))
             for folder in (opened.nats, opened.models, opened.snapshots, opened.logs):
                 is_new = not folder.exists()
                 folder.mkdir(mode=0o700, exist_ok=True)
@@ -241,6 +242,8 @@ class Holder(NamedTuple):
     name: str
     #: What it has noted of its limits, by name.
     limits: Mapping[str, Any]
+    #: The port of the gateway that it runs, or will run once it serves; None without one.
+    gateway: int | None
 
 
 def holder(path: Path) -> Holder | None:
@@ -259,7 +262,7 @@ def holder(path: Path) -> Holder | None:
             if not isinstance(pid, int) or not _is_locked(fd):
                 return None
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                return Holder(pid, locked_s, _owner(fd), note.get("limits") or {})
+                return Holder(pid, locked_s, _owner(fd), note.get("limits") or {}, note.get("gateway"))
         finally:
             os.close(fd)
     return None
@@ -281,7 +284,9 @@ def _owner(lock_fd: int) -> str:
     return f"{name}(pid {owner['pid']})"
 
 
-def _note_worker(fd: int, worker: str, nats: str | int | None, limits: Mapping[str, Any]) -> str:
+def _note_worker(
+    fd: int, worker: str, nats: str | int | None, limits: Mapping[str, Any], gateway: int | None
+) -> str:
     """Write this process into the lock file; return the directory's unique name, a new one if it has none."""
     last, inode = _read_note(fd), os.fstat(fd).st_ino
     # In a copy of the directory the file has another inode: the note is that of the original's worker.
@@ -289,7 +294,7 @@ def _note_worker(fd: int, worker: str, nats: str | int | None, limits: Mapping[s
     name, nats = last.get("directory") or uuid4().hex, nats or last.get("nats")
     os.ftruncate(fd, 0)
     note = {"pid": os.getpid(), "worker": worker, "directory": name, "inode": inode, "nats": nats}
-    note["limits"] = dict(limits)
+    note |= {"limits": dict(limits), "gateway": gateway}
     os.pwrite(fd, json.dumps(note).encode(), 0)
     os.fsync(fd)  # a full disk fails here, not in the middle of a turn
     return name

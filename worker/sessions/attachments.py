@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from cache.names.images import ImageSpan  # noqa: TC001  # msgspec looks it up
 from cache.names.tokens import as_tokens, pack, unpack_ids
-from turnkeep_client.checkpoints import CheckpointMessage, Link, backwards, digest
+from turnkeep_client.checkpoints import CheckpointMessage, Link, digest, read_value
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
 from worker.process.concurrency import in_thread
@@ -235,12 +235,7 @@ class SessionAttachments:
 
     async def read(self, link: Link | None) -> bytes | None:
         """Read a stored value; None without a link, or if a part left the log or has another digest."""
-        parts: list[bytes] = []
-        async for message in backwards(link, self._journal.get):
-            if message is None:
-                return None
-            parts.append(message.part)
-        return b"".join(reversed(parts)) if parts else None
+        return await read_value(link, self._journal.entry)
 
     async def base(self, packed: bytes) -> TokenHistory | None:
         """Decode the history that a fork starts with; None if it is damaged or of another version."""

@@ -105,7 +105,7 @@ class Control:
             return failure(None, "history_diverged", why)
         if isinstance(request, CountRequest):
             return await self._count(key, history, request)
-        if (history.exists and not history.closed) or session.pending:
+        if history.is_open or session.pending:
             return await self._info(session, request)
         if history.closed:
             return failure(None, "unknown_session", "the session was closed; an open starts it anew")
@@ -115,7 +115,7 @@ class Control:
 
     async def _count(self, key: SessionKey, history: TokenHistory, request: CountRequest) -> Counted | Failed:
         """Count the tokens that a generate would add; a closed or unknown session counts as a new one."""
-        if history.closed or not history.exists:
+        if not history.is_open:
             history = self._fold.begin(datetime.now(UTC))
         try:
             asked = Generate(id="count", **structs.asdict(request))

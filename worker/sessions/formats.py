@@ -108,7 +108,7 @@ class Formats:
         try:
             if asked is not None and not (tools and is_forced):  # alone first: its faults are not the tools'
                 found = await self._grammars.compiled(asked, tenant)
-                warnings = found.warnings if found is not None else ()
+                warnings = found.warnings
             if tools and (is_forced or has_strict or asked is not None):
                 answer = None if is_forced else await in_thread(_answer_rule, request)
                 field, what = "tools", "the tools"
@@ -131,7 +131,7 @@ class Formats:
 
     async def _of_calls(
         self, tenant: str, request: Generate, tools: list[dict[str, Any]], answer: str | None
-    ) -> tuple[Constraint | None, tuple[str, ...]]:
+    ) -> tuple[Constraint, tuple[str, ...]]:
         """Compile a grammar of tool calls, and of an `answer` without any. Raises `GrammarError`.
 
         A tool whose schema cannot be compiled may be called with any JSON object, unless the tool is strict.
@@ -175,7 +175,7 @@ class Formats:
 
     async def _compiled(
         self, tenant: str, request: Generate, tools: list[dict[str, Any]], answer: str | None
-    ) -> tuple[Constraint | None, tuple[str, ...]]:
+    ) -> tuple[Constraint, tuple[str, ...]]:
         tokenizer = self.tokenizer
         source = await in_thread(  # it compiles patterns to see which can be enforced
             calls_grammar,
@@ -186,7 +186,7 @@ class Formats:
             several=request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool),
         )
         found = await self._grammars.compiled(LarkFormat(source), tenant)
-        return found, found.warnings if found is not None else ()
+        return found, found.warnings
 
     def _behind_reasoning(
         self, request: Generate, prompt: TokenHistory, grammar: Constraint | None, *, may_call: bool

@@ -62,6 +62,11 @@ class TokenHistory:
         """Number of tokens in the session."""
         return len(self.tokens)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the session exists and is not closed."""
+        return self.exists and not self.closed
+
     def digest(self) -> str:
         """Return the 16-byte digest of the tokens, as hex."""
         return self.tokens.digest()

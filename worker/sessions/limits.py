@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from cache.names.policy import FULL
 from turnkeep_client.errors import TokenLimit
 from turnkeep_client.messages import SessionCache
+from worker.process.equal_share import most_of_each
 
 from .history import RefusedError, policy_of
 
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from worker.engine.port import EnginePort
 
 
-#: Limit of different cache policies, each of which takes memory, and slows down a forget. At the limit, only
-#: tenants that have chosen less than an equal share of them may choose further ones.
+#: Limit of different cache policies, each of which takes memory, and slows down a forget.
 MOST_POLICIES: Final = 64
 #: The largest number of tokens of a session that sees only the last ones: it is in memory as a whole.
 MOST_TOKENS: Final = 10_000_000
@@ -108,13 +108,12 @@ class RequestLimits:
     def note(self, policy: Policy, tenant: str) -> None:
         """Record the policy of an `open` request. Raises `RefusedError` if there are too many policies.
 
-        At the limit only a tenant with less than an equal share may add one. Open sessions are not affected.
+        A tenant may add as many as `most_of_each` says. Open sessions are not affected.
         """
         if policy in (FULL, self.default, *self._policies):
             return
         chosen = Counter(self._policies.values())
-        share = MOST_POLICIES // (len(chosen) or 1)
-        if len(self._policies) >= MOST_POLICIES and chosen[tenant] >= share:
+        if chosen[tenant] >= most_of_each(chosen, MOST_POLICIES):
             raise RefusedError(
                 "invalid_request",
                 f"sessions were opened under {len(self._policies)} cache policies since this worker started,"

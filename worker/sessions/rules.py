@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 def check_allowed(history: TokenHistory, request: Request) -> None:
     """Raise `RefusedError` if the session's state does not allow the request."""
-    gone = history.closed or not history.exists
     if isinstance(request, Open):
-        if not gone:
+        if history.is_open:
             instead = "go on without an open" if request.from_ is None else "fork under another name"
             raise RefusedError(
                 "invalid_request",
@@ -29,12 +28,12 @@ def check_allowed(history: TokenHistory, request: Request) -> None:
             raise RefusedError(
                 "unknown_session", "the session was closed; an open starts a new one under this name"
             )
-    elif gone and (
+    elif not history.is_open and (
         isinstance(request, Rewind) or (isinstance(request, Close) and not (request.cancel or request.forget))
     ):  # what a close cancels might have begun the session; `forget` also removes refused requests
         raise RefusedError("unknown_session", "there is no such session; an append or a generate starts one")
     expected = request.expect_position
-    position = 0 if gone else history.position
+    position = history.position if history.is_open else 0
     if expected is not None and expected != position:
         raise RefusedError(
             "position_conflict", f"the session is at position {position}, not at the expected {expected}"

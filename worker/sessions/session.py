@@ -106,8 +106,7 @@ class ServedSession:
         history = self.history
         is_closing = self.active is not None and isinstance(self.active.request, Close)
         is_closing = is_closing or self._closing_seq > self.log.record.out_seq
-        is_needed = self.is_read and history.exists and not (history.closed or is_closing)
-        return history.tokens if is_needed else None
+        return history.tokens if self.is_read and history.is_open and not is_closing else None
 
     @property
     def is_read(self) -> bool:

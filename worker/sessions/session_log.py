@@ -207,7 +207,7 @@ class FencedLog:
     async def _end_fold(self, record: Record) -> None:
         # Another worker may have removed the session meanwhile: removals begin with the first results.
         for seq in (record.first_out, record.pending[0].seq if record.pending else 0):
-            if seq and not await self._services.journal.is_there(seq):
+            if seq and await self._services.journal.entry(seq) is None:
                 raise FencedError(f"the entry at sequence {seq} has left the log")
         record.end_fold()
         if record.proven_seq and (checkpoint := record.next_checkpoint(record.proven_seq)):
@@ -305,9 +305,9 @@ class FencedLog:
         """Read an id's first request and its result from the log; None if the log has no such result."""
         answered = self.record.answered_ids
         while (found := answered.find(request_id)) is not None:
-            body = await self._services.journal.get(found.out_seq)
-            if body is not None:
-                return await self._answered(request_id, found.in_seq, body)
+            entry = await self._services.journal.entry(found.out_seq)
+            if entry is not None:
+                return await self._answered(request_id, found.in_seq, entry.body)
             if answered.find(request_id) == found:
                 answered.drop(request_id)  # its session was removed
         return None
@@ -446,11 +446,10 @@ class FencedLog:
         if self._attachments.link is not None:
             headers[CHECKPOINT_HEADER] = str(self._attachments.link)
         if result.repeat_of is not None:
-            if outcome.first:
-                asked = await self._asked(pending)
-                repeat = encode_repeat(outcome.first, asked, seq=pending.seq, repeat_of=result.repeat_of)
-                return repeat, headers
-        elif isinstance(result, Opened) and result.parent:
+            asked = await self._asked(pending)
+            repeat = encode_repeat(outcome.first, asked, seq=pending.seq, repeat_of=result.repeat_of)
+            return repeat, headers
+        if isinstance(result, Opened) and result.parent:
             headers[PARTS_HEADER] = str(await self._attachments.store_base(pending.seq, history))
         elif not changes_session(result) and pending.change is not None:  # so that any model can forget it
             change = msgspec.json.encode(pending.change)
@@ -470,7 +469,8 @@ class FencedLog:
         if isinstance(pending.request, Close):  # short, since whoever removes sessions reads no links
             return Asked(stored=pending.stored, request=msgspec.Raw(encode(pending.request)))
         headers = dict(pending.own_headers)
-        body = pending.body or await self._services.journal.get(pending.seq) or encode(pending.request)
+        entry = None if pending.body else await self._services.journal.entry(pending.seq)
+        body = pending.body or (entry.body if entry else encode(pending.request))
         asked = Asked(stored=pending.stored, request=msgspec.Raw(body), headers=headers)
         if max(len(body), pending.size_bytes) <= self._services.limits.most_request:
             return asked

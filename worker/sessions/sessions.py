@@ -71,7 +71,7 @@ class Sessions:
     def by_policy(self) -> dict[str, int]:
         """Count the open sessions by their cache policy."""
         histories = (session.history for session in self._sessions.values())
-        return dict(Counter(one.policy.name for one in histories if one.exists and not one.closed))
+        return dict(Counter(one.policy.name for one in histories if one.is_open))
 
     def ring(self, delivery: Delivery) -> None:
         """Pass a delivery to its session. The session refuses requests if its name breaks the rule for ids.
@@ -171,7 +171,7 @@ class Sessions:
             if (why := parent.log.record.diverged) is not None:
                 raise RefusedError("history_diverged", f"{of.session} cannot be forked: {why}")
             history = parent.history
-            if history.closed or not history.exists:
+            if not history.is_open:
                 gone = "was closed" if history.closed else "does not exist"
                 raise RefusedError(
                     "unknown_session", f"the session {of.session} {gone}: only an open session can be forked"

@@ -25,7 +25,6 @@ from turnkeep_client.messages import (
     JsonSchemaFormat,
     LarkFormat,
     RegexFormat,
-    TextFormat,
 )
 from worker.process.concurrency import Rotation, in_thread
 
@@ -78,13 +77,11 @@ class Grammars:
         self._compiling = Rotation(1)  # one at a time, so that many do not take all CPUs
         self._vocabulary: Any = None
 
-    async def compiled(self, asked: ResponseFormat, tenant: str = "") -> Grammar | None:
-        """Return a format's grammar, cached or compiled on a thread; None if the format allows any text.
+    async def compiled(self, asked: ResponseFormat, tenant: str = "") -> Grammar:
+        """Return the grammar of a format that does not allow any text, cached or compiled on a thread.
 
         Tenants take turns in the compiling. Raises `GrammarError`.
         """
-        if isinstance(asked, TextFormat):
-            return None
         named = msgspec.json.encode(asked)
         if len(named) > MOST_BYTES:
             raise GrammarError(f"it has {len(named)} bytes, the limit is {MOST_BYTES}")

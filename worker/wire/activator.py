@@ -29,6 +29,7 @@ from turnkeep_client.messages import (
     failure,
 )
 from turnkeep_client.subjects import CONSUMER, DEFAULT_TENANT, SessionKey
+from worker.process.equal_share import most_of_each
 
 from .connection import confirm_subscriptions
 from .discovery import QUEUE
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import Subjects
     from worker.process.settings import Settings
 
-#: Limit of requests held for the worker; above it, a tenant with at least an equal share gets `overloaded`.
+#: Limit of requests held for the worker, as `most_of_each` divides it; above it, a tenant gets `overloaded`.
 _MOST_HELD: Final = 256
 #: How long unsubscribing may take.
 _END_S: Final = 30.0
@@ -177,10 +178,8 @@ class Activator:
             await self._outbox.reply(message.reply, answer)
 
     def _has_room(self, message: Msg) -> bool:
-        if len(self._held) < _MOST_HELD:
-            return True
         held = Counter(map(_tenant, self._held))
-        return held[_tenant(message)] < _MOST_HELD // len(held)
+        return held[_tenant(message)] < most_of_each(held, _MOST_HELD)
 
 
 def _tenant(message: Msg) -> str:

@@ -106,7 +106,7 @@ class Asks:
                     if (result := _as_result(body, request_id, seq)) is not None:
                         return result
             # Asked before the results are read: an answered request leaves the log too.
-            is_there = await self._journal.is_there(seq)
+            is_there = await self._journal.entry(seq) is not None
             async for entry in self._journal.every(key, "out", seq):
                 if (result := _as_result(entry.body, request_id, seq)) is not None:
                     return result

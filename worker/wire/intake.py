@@ -28,6 +28,7 @@ from anyio import Event, Lock, current_time, move_on_after, sleep
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import decode_request
 from turnkeep_client.subjects import CONSUMER, ID_RULE, SessionKey
+from worker.process.equal_share import most_of_each
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, KeysView, Mapping
@@ -151,8 +152,8 @@ class Intake:
     ) -> None:
         """The server redelivers a message to another worker `ack_wait_s` after the last `keep_alive` for it.
 
-        `max_sessions` limits the sessions with an anchor, `max_sessions_per_tenant` those of one tenant. At
-        the first limit, only tenants with less than an equal share of it may have more sessions.
+        `max_sessions` limits the sessions with an anchor, as `most_of_each` divides it, and
+        `max_sessions_per_tenant` those of one tenant.
         """
         self._nc = nc
         self._subjects = subjects
@@ -351,9 +352,7 @@ class Intake:
 
     def room(self, tenant: str) -> int:
         """Return for how many more sessions of a tenant this worker may keep a delivery (an anchor) now."""
-        most = self._max_per_tenant
-        if len(self._anchors) >= self._max_sessions:
-            most = min(self._max_sessions // (len(self._tenants) or 1), most)
+        most = min(most_of_each(self._tenants, self._max_sessions), self._max_per_tenant)
         return max(most - self._tenants[tenant], 0)
 
     def returns_again(self, key: SessionKey, message: Msg) -> bool:

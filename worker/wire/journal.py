@@ -105,11 +105,6 @@ class Journal:
         """Iterate over a session's requests or results after the sequence `after`, in order."""
         return self._reads.entries(self._subjects.of(key, kind), after)
 
-    async def get(self, seq: int) -> bytes | None:
-        """Read the body of an entry; None if it was removed from the log."""
-        entry = await self._reads.get(seq)
-        return entry.body if entry else None
-
     async def entry(self, seq: int) -> StoredMessage | None:
         """Read an entry; None if it was removed from the log."""
         return await self._reads.get(seq)
@@ -175,7 +170,7 @@ class Journal:
         pause_s = 0.1
         while True:
             # Without a last result no fence notices that the session was removed: its request must be there.
-            if not after and not await self.is_there(decode_result(body).seq or 0):
+            if not after and await self.entry(decode_result(body).seq or 0) is None:
                 raise FencedError(subject)
             if await check_server(self._nc, server) and not after:
                 continue  # the session may have been removed during the wait
@@ -308,10 +303,6 @@ class Journal:
         """Return a name of this log that no later log has. Raises nats-py's errors."""
         info = await self._js.stream_info(self._subjects.log_stream)
         return f"{self._subjects.log_stream} {info.created}"
-
-    async def is_there(self, seq: int) -> bool:
-        """Whether an entry is still in the log."""
-        return await self._reads.get(seq) is not None
 
     async def remove(
         self,

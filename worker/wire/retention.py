@@ -325,7 +325,7 @@ class Retention:
         asked, found = decode_asked(entry.body), set[int]()
         for text in (entry.headers.get(PARTS_HEADER, ""), asked.link if asked else ""):
             link = Link.parse(text)
-            async for message in backwards(link, self._journal.get):
+            async for message in backwards(link, self._journal.entry):
                 found |= {link.seq} if link else set()
                 link = Link.parse(message.before) if message else None
         return found

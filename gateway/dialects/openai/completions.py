@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from gateway.turn import MOST_ANSWERS, ClientTurn, WholeNumber, as_whole, check, refused
+from gateway.turn import ClientTurn, WholeNumber, as_whole, check, refused
 
 from . import common as openai
 
@@ -39,8 +39,6 @@ def read(body: bytes) -> ClientTurn:
     asked, reading = openai.request(_DECODER, body)
     openai.refuse(asked, ("suffix", "echo"))
     num_answers = 1 if asked.n is None else int(asked.n)
-    if not 1 <= num_answers <= MOST_ANSWERS:
-        raise refused(f"n must be 1 to {MOST_ANSWERS}, not {num_answers}", "n")
     if asked.best_of not in (None, num_answers):
         raise refused("best_of is not supported", "best_of")
     given = prompts(asked.prompt, _MOST_PROMPTS, "prompt")
