@@ -15,7 +15,7 @@ from turnkeep_client.messages import UNLOADED, encode
 from worker.process.datadir import TOKEN_NAME, noted_nats
 from worker.process.formatting import size, span
 from worker.process.settings import SettingsError
-from worker.wire.credentials import own_token
+from worker.wire.credentials import running_token
 
 from .flags import as_json, tenant_option, with_settings
 from .nats_connection import CLIENT_SETTINGS, named, talk, with_client
@@ -54,7 +54,7 @@ def info(given: GivenSettings, session: str | None, tenant: str, as_json: bool, 
 
 def _own_url(settings: Settings) -> str:
     """Return the URL of the data directory's NATS server, with its token. Raises `SettingsError`."""
-    token = own_token(settings.data_dir)
+    token = running_token(settings.data_dir)
     if token is None:
         raise SettingsError(
             f"there is no {settings.data_dir / TOKEN_NAME}; start its worker, or name another --data-dir"

@@ -207,6 +207,24 @@ async def test_commands_read_the_nats_token_from_the_data_directory(
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.process
+async def test_a_copy_of_a_data_directory_does_not_lead_commands_to_the_worker_of_the_original(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    async with await worker.client() as client:
+        await client.session("s").append(text="x")
+    copy = tmp_path / "copy"
+    shutil.copytree(worker.data_dir, copy)
+    at = ["--data-dir", str(copy)]
+    for words in (["close", "--forget", "s", *at], ["drain", "one", *at], ["sessions", *place(worker), *at]):
+        done = await command(*words)
+        assert (done.returncode, done.stdout) == (1, ""), words
+        assert done.stderr.startswith(f"turnkeep: no worker runs on the data directory {copy}"), words
+    done = await command("info", "--url", *at)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "s " in (await command("sessions", *place(worker))).stdout
+
+
 async def first_word(port: int, **login: str) -> bytes:
     """Log in over a raw socket; return the server's first reply."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
