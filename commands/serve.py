@@ -131,7 +131,7 @@ def _check(settings: Settings, models: Mapping[str, Settings], beside: Beside) -
 
     worker_options(settings)
     for one in models.values() or (settings,):
-        remote_tier(one, cache_codec(one))
+        remote_tier(one, cache_codec(one), must_answer=True)
     examine(settings, models, beside, as_json=False)
 
 
