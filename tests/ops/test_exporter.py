@@ -26,7 +26,15 @@ from tests.parts import NatsServer
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, Totals, encode
+from turnkeep_client.messages import (
+    UNLOADED,
+    Histogram,
+    Metrics,
+    SnapshotCounters,
+    TenantFigures,
+    Totals,
+    encode,
+)
 from turnkeep_client.subjects import Subjects
 from turnkeep_client.wire import Backlog
 from worker.observe.telemetry import Telemetry
@@ -113,6 +121,13 @@ def test_exported_metrics_have_labels_for_the_worker_and_for_the_outcome_or_reas
     assert found[key("requests_total", type="default", outcome="appended")] == 2
     assert found[key("snapshots_dropped_total", reason="queue_full")] == 1
     assert found[key("worker_info", version="0.1.0")] == 1
+
+
+def test_the_metrics_page_leaves_out_the_snapshots_of_a_model_that_is_not_loaded() -> None:
+    """Nobody counts them then: with zeros, a graph of the disk space would drop."""
+    found = shown(structs.replace(metrics("w1"), device=UNLOADED))
+    assert ("turnkeep_sessions", frozenset((LABEL | {"device": UNLOADED}).items())) in found
+    assert not [name for name, _ in found if name.startswith("turnkeep_snapshots")]
 
 
 def test_exported_histogram_buckets_are_cumulative_and_end_with_the_total_count() -> None:

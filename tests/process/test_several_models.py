@@ -168,7 +168,8 @@ async def test_a_model_unused_for_a_while_is_unloaded_and_reloaded_for_the_next_
 
 @pytest.mark.process
 async def test_closed_sessions_of_a_model_that_is_not_loaded_leave_the_log_in_time(house: Any) -> None:
-    at = await house(closed_ttl_s="6")
+    """Its metrics have the log's size and limit meanwhile."""
+    at = await house(closed_ttl_s="6", log_max_bytes="'64MiB'")
     async with await at.process.client(prefix="turnkeep-tiny") as client:
         await client.ask("s", text="Hi.", max_tokens=2, timeout_s=120)
         await client.session("s").close()
@@ -185,6 +186,9 @@ async def test_closed_sessions_of_a_model_that_is_not_loaded_leave_the_log_in_ti
             # The close stays a little longer.
             while await entries() != {"in": 1, "out": 1, "closed": 1}:  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
+        metrics = await client.worker_metrics()
+    assert metrics.log_bytes > 0
+    assert metrics.log_max_bytes == 2**26
     assert at.workers() == {}
 
 
@@ -360,6 +364,13 @@ async def test_serve_publishes_metrics_of_a_model_that_is_being_loaded_with_the_
     async with asyncio.timeout(30):
         await told.wait()
     publishing.cancel()
+
+
+def test_the_metrics_of_a_model_that_is_not_loaded_have_the_size_and_limit_of_its_log() -> None:
+    (model,) = Supervisor(Settings(), {"a": Settings()})._models
+    model.retention = SimpleNamespace(num_bytes=5, max_bytes=9)  # type: ignore[assignment]  # a stub
+    metrics = model.metrics()
+    assert (metrics.device, metrics.log_bytes, metrics.log_max_bytes) == ("unloaded", 5, 9)
 
 
 async def test_a_model_in_use_is_unloaded_only_after_another_model_has_waited_long_enough_for_memory(
