@@ -81,13 +81,25 @@ def test_log_lines_and_tracebacks_contain_no_nats_credentials(log_format, capfd)
             int(f"401, url='{url}'")
         except ValueError:
             log.exception("failed")
+        log.error(
+            "the tier fails", error=f"s3://bucket/kv?sig={PASSWORD}&se=1: denied", place=f"a://b?{USER}"
+        )
     finally:
         structlog.configure(**before)
     written = capfd.readouterr().err
     check_silent(written)
     assert "wss://host:443" in written
     assert "401, url='wss://host:443'" in written
-    assert redact("see http://host/a@b") == "see http://host/a@b"
+    assert "s3://bucket/kv?...: denied" in written
+    assert redact("see http://host/a@b? It is there") == "see http://host/a@b? It is there"
+
+
+def test_the_signature_in_the_url_of_a_remote_tier_is_not_printed(tmp_path):
+    url = f"nosuch://bucket/kv?sig={PASSWORD}"
+    done = command_runs.turnkeep("serve", "--check", "--data-dir", tmp_path, "--remote-tier", url)
+    assert done.returncode == 1
+    assert "remote_tier: nosuch://bucket/kv?... cannot be used: Generic URL error" in done.stderr
+    check_silent(done.stdout + done.stderr)
 
 
 @pytest.mark.parametrize(
