@@ -12,6 +12,7 @@ from msgspec import UNSET
 from ops.log.ending import check_open
 from turnkeep_client.errors import NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import UNLOADED, encode
+from turnkeep_client.writes import LIKELY
 from worker.process.datadir import TOKEN_NAME, noted_nats
 from worker.process.formatting import size, span
 from worker.process.settings import SettingsError
@@ -160,7 +161,7 @@ def _print_metrics(metrics: Metrics) -> None:
     if metrics.device == UNLOADED:
         table(("worker", metrics.worker), [("model", f"{metrics.model}, which its next request loads")])
         return
-    snapshots, why = metrics.snapshots, metrics.refusal or "is the disk of its server full?"
+    snapshots, why = metrics.snapshots, metrics.refusal or LIKELY
     rows = [
         ("model", f"{metrics.model} on {metrics.device}, turnkeep {metrics.version}"),
         *([("other workers", ", ".join(metrics.others))] if metrics.others else []),

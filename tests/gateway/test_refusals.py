@@ -153,7 +153,7 @@ def test_each_error_maps_to_an_http_status_an_openai_code_and_an_anthropic_error
 
 def test_the_error_while_nothing_is_stored_names_a_full_disk_and_a_cluster_without_quorum() -> None:
     said = fault_of(NotStoredError()).message
-    assert "is its disk full?" in said
+    assert "is its disk full, or do too few servers" in said
     assert "start more servers of its cluster" in said
 
 
