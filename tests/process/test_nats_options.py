@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import nats.errors
 import nkeys
 import pytest
 from click.testing import CliRunner
@@ -316,20 +315,6 @@ async def test_a_worker_warns_once_of_a_nats_server_version_that_can_lose_entrie
         lines = [one for one in logs if "#8475" in one["event"]]
         assert [one["version"] for one in lines] == [version] * num_lines
         assert all("install 2.12.16, 2.14.6, 2.15.0 or newer" in one["event"] for one in lines)
-
-
-async def test_errors_that_come_again_and_again_in_turn_are_logged_once_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As when the worker's user loses its permissions: it goes on trying to read, to pull and to renew."""
-    watch = _Watch(Client(), "nats://there", None, None)
-    watch.is_connected = True
-    with capture_logs() as lines:
-        for now_s in (1000, 1001, 1059, 1061):
-            monkeypatch.setattr("worker.wire.connection.current_time", lambda now_s=now_s: now_s)
-            for what in ("in", "out"):
-                await watch.error(nats.errors.Error(f"permissions violation for {what}"))
-    assert [line["error"].rpartition(" ")[2] for line in lines] == ["in", "out"] * 2
 
 
 async def test_a_running_worker_whose_password_is_changed_at_the_server_ends_and_says_why(
