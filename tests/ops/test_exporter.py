@@ -290,6 +290,8 @@ async def test_an_exporter_whose_password_is_changed_at_the_server_ends_and_says
         config.write_text("authorization { users: [{ user: w, password: two }] }")
         assert server._process is not None
         server._process.send_signal(signal.SIGHUP)
-        with pytest.raises(TurnkeepError, match="the NATS server refuses the credentials; check the file"):
+        with pytest.raises(
+            TurnkeepError, match="the NATS server refuses the credentials, or wants some; check"
+        ):
             async with asyncio.timeout(30):
                 await running

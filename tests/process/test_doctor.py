@@ -132,6 +132,15 @@ async def test_the_command_doctor_fails_with_advice_for_a_remote_nats_server_wit
     assert exit_code(found.values()) == 1
 
 
+async def test_the_command_doctor_without_credentials_says_that_a_secured_nats_server_wants_some(
+    foreign_server, small
+):
+    url = await foreign_server(authorization={"users": [{"user": "w", "password": "p"}]})
+    found = await examine(dataclasses.replace(small, nats=url))
+    assert found["NATS"].state == "fail"
+    assert "refuses the credentials, or wants some" in found["NATS"].missing
+
+
 async def test_the_command_doctor_fails_for_a_too_old_nats_server_with_the_same_error_as_a_worker_start(
     foreign_server, small, tmp_path, monkeypatch
 ):
