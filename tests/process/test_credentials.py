@@ -94,9 +94,10 @@ def test_log_lines_and_tracebacks_contain_no_nats_credentials(log_format, capfd)
     assert redact("see http://host/a@b? It is there") == "see http://host/a@b? It is there"
 
 
-def test_the_signature_in_the_url_of_a_remote_tier_is_not_printed(tmp_path):
+@pytest.mark.parametrize("words", [("serve", "--check"), ("doctor",)])
+def test_a_remote_tier_that_cannot_be_used_is_told_without_the_signature_in_its_url(tmp_path, words):
     url = f"nosuch://bucket/kv?sig={PASSWORD}"
-    done = command_runs.turnkeep("serve", "--check", "--data-dir", tmp_path, "--remote-tier", url)
+    done = command_runs.turnkeep(*words, "--data-dir", tmp_path, "--remote-tier", url)
     assert done.returncode == 1
     assert "remote_tier: nosuch://bucket/kv?... cannot be used: Generic URL error" in done.stderr
     check_silent(done.stdout + done.stderr)

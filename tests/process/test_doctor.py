@@ -12,10 +12,12 @@ from pathlib import Path
 
 import nats
 import pytest
+from click.testing import CliRunner
 from nats.aio.client import Client, ServerVersion
 
 import commands.checks
 from commands.checks import Diagnosis, checks, exit_code
+from commands.cli import main
 from commands.ports import Beside
 from tests.commands.command_runs import turnkeep
 from tests.model.tiny_gguf import TinyLlama
@@ -200,6 +202,14 @@ async def test_the_command_doctor_fails_with_advice_if_the_data_directory_is_a_f
     assert found["data directory"].state == "fail"
     assert "there is a file in its place" in found["data directory"].missing
     assert "--data-dir" in found["data directory"].mend
+
+
+def test_the_command_doctor_fails_for_a_remote_tier_that_would_end_the_start_of_a_worker(tmp_path):
+    (tmp_path / "file").touch()
+    words = ["doctor", "--data-dir", str(tmp_path / "data"), "--remote-tier", str(tmp_path / "file")]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 1
+    assert f"remote_tier: {tmp_path}/file cannot be used" in done.output
 
 
 def test_the_command_doctor_warns_of_little_disk_space_and_fails_with_almost_none(
