@@ -71,16 +71,17 @@ def codec_by(key_file: Path | None) -> Codec:
     return EncryptedCodec(read_key(key_file))
 
 
-def tier_at(place: str, codec: Codec, *, max_bytes: int, min_free_bytes: int) -> Tier:
+def tier_at(place: str, codec: Codec, *, must_answer: bool, max_bytes: int, min_free_bytes: int) -> Tier:
     """Open a remote tier at `place`, the URL of an object store or a directory (made if missing). Blocking.
 
-    The limits apply to a directory only. Raises `OSError`, `SealedError` if the files in a directory need
-    another key than that of `codec`, and `ModuleNotFoundError` if the library for object stores is missing.
+    `must_answer`: see `ObjectStore`. The limits apply to a directory only. Raises `OSError`, `SealedError` if
+    the files in a directory need another key than that of `codec`, and `ModuleNotFoundError` if the library
+    for object stores is missing.
     """
     if "://" in place:
         from .disk.objects import ObjectStore
 
-        return ObjectStore(place)
+        return ObjectStore(place, must_answer=must_answer)
     return SharedDirectory(Path(place), codec, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
 
 

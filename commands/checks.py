@@ -67,7 +67,7 @@ print(json.dumps([mx.__version__, "cpu" if cpu else "metal" if mx.metal.is_avail
 class Diagnosis:
     """The result of one check. `missing` (the fault) and `mend` (the remedy) are empty if all is well.
 
-    `found` never has the credentials of a URL.
+    None of them has the credentials of a URL.
     """
 
     name: str
@@ -77,8 +77,9 @@ class Diagnosis:
     mend: str = ""
 
     def __post_init__(self) -> None:
-        """Remove credentials from `found`, which may quote a setting."""
-        object.__setattr__(self, "found", redact(self.found))
+        """Remove credentials, as the texts may quote a setting."""
+        for name in ("found", "missing", "mend"):
+            object.__setattr__(self, name, redact(getattr(self, name)))
 
 
 def checks(

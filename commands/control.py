@@ -10,15 +10,22 @@ import click
 from msgspec import UNSET
 
 from ops.log.ending import check_open
-from turnkeep_client.errors import NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
+from turnkeep_client.errors import (
+    NoServerError,
+    NotPermittedError,
+    NoWorkerError,
+    RequestFailedError,
+    TurnkeepError,
+)
 from turnkeep_client.messages import UNLOADED, encode
+from turnkeep_client.writes import LIKELY
 from worker.process.datadir import TOKEN_NAME, noted_nats
 from worker.process.formatting import size, span
 from worker.process.settings import SettingsError
-from worker.wire.credentials import own_token
+from worker.wire.credentials import running_token
 
 from .flags import as_json, tenant_option, with_settings
-from .nats_connection import CLIENT_SETTINGS, named, talk, with_client
+from .nats_connection import CLIENT_SETTINGS, instead, named, talk, with_client
 from .printing import table
 
 if TYPE_CHECKING:
@@ -54,7 +61,10 @@ def info(given: GivenSettings, session: str | None, tenant: str, as_json: bool, 
 
 def _own_url(settings: Settings) -> str:
     """Return the URL of the data directory's NATS server, with its token. Raises `SettingsError`."""
-    token = own_token(settings.data_dir)
+    try:
+        token = running_token(settings.data_dir)
+    except NoServerError as error:
+        raise TurnkeepError(f"{error}; {instead(settings)}") from None
     if token is None:
         raise SettingsError(
             f"there is no {settings.data_dir / TOKEN_NAME}; start its worker, or name another --data-dir"
@@ -160,7 +170,7 @@ def _print_metrics(metrics: Metrics) -> None:
     if metrics.device == UNLOADED:
         table(("worker", metrics.worker), [("model", f"{metrics.model}, which its next request loads")])
         return
-    snapshots, why = metrics.snapshots, metrics.refusal or "is the disk of its server full?"
+    snapshots, why = metrics.snapshots, metrics.refusal or LIKELY
     rows = [
         ("model", f"{metrics.model} on {metrics.device}, turnkeep {metrics.version}"),
         *([("other workers", ", ".join(metrics.others))] if metrics.others else []),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from worker.observe.logs import logs_on_stderr
+from worker.process.cache_parts import cache_codec, remote_tier
+from worker.process.contradictions import check_together
 
 from .flags import as_json, with_settings
 
@@ -34,9 +36,16 @@ def doctor(given: GivenSettings, as_json: bool) -> None:
 def examine(
     settings: Settings, models: Mapping[str, Settings], beside: Beside | None, *, as_json: bool
 ) -> NoReturn:
-    """Run `checks`, print their results, and exit: with code 1 if a check failed."""
+    """Run `checks`, print their results, and exit: with code 1 if a check failed.
+
+    Raises `TurnkeepError` for settings that contradict each other, and for a key or a remote tier that cannot
+    be used.
+    """
     from .checks import checks, exit_code, show
 
+    for one in models.values() or (settings,):
+        check_together(one)
+        remote_tier(one, cache_codec(one), must_answer=True)
     found = checks(settings, models, beside)
     if as_json:
         click.echo(json.dumps([asdict(check) for check in found]))

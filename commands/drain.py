@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import NoServerError, TurnkeepError
 from turnkeep_client.subjects import Subjects
 from worker.wire.connection import BrokerError
 
@@ -42,6 +42,8 @@ def drain(given: GivenSettings, worker: str, *, undo: bool) -> None:
         if not for_workers:
             raise
         raise TurnkeepError(f"{unreached}; {instead(settings)}") from None
+    except NoServerError as error:
+        raise TurnkeepError(f"{error}; {instead(settings)}") from None
 
 
 async def _drain(settings: Settings, name: str, *, on: bool) -> None:

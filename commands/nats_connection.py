@@ -30,6 +30,7 @@ from turnkeep_client.errors import (
 )
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import DEFAULT_TENANT
+from turnkeep_client.writes import LIKELY
 from worker.process.datadir import (
     TOKEN_NAME,
     holder,
@@ -221,7 +222,7 @@ async def _warn_if_unstored(client: Client) -> NoReturn:
     while True:
         await asyncio.sleep(1)
         if was_stored and not client.stores:
-            complain("the log has not stored the request; is its disk full? Still waiting")
+            complain(f"the NATS server has not stored the request; {LIKELY} Still waiting")
         was_stored = client.stores
 
 

@@ -16,7 +16,7 @@ import click
 
 from worker.observe.bare_structlog import structlog
 from worker.observe.logs import configure
-from worker.process.cache_parts import cache_codec, remote_tier
+from worker.process.cache_parts import cache_codec
 from worker.process.children import PROGRAM, ending, start
 from worker.process.concurrency import task_group
 from worker.process.contradictions import check_together
@@ -116,8 +116,6 @@ def _check(settings: Settings, models: Mapping[str, Settings], beside: Beside) -
     from .doctor import examine
 
     worker_options(settings)
-    for one in models.values() or (settings,):
-        remote_tier(one, cache_codec(one))
     examine(settings, models, beside, as_json=False)
 
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.inspect import Metadata
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures
+from turnkeep_client.messages import UNLOADED, Histogram, Metrics, SnapshotCounters, TenantFigures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,7 +63,8 @@ def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connecte
     """Yield all metric families: those of the exporter, of the log's consumer, and of the workers.
 
     A silent worker has only `up`, `last_seen_seconds` and the info metrics, since all its other values are
-    old. If `backlog` is None, the metrics of the log's consumer are left out.
+    old; a model that is not loaded has no figures of its snapshots. If `backlog` is None, the metrics of the
+    log's consumer are left out.
     """
     yield _single("nats_connected", "Whether the exporter has a connection to NATS.", connected)
     if backlog is not None:
@@ -73,6 +74,8 @@ def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connecte
     for name, path, figure in FIGURES:
         family = _FAMILIES[figure.kind](f"turnkeep_{name}", figure.text, labels=(*_WORKER, *figure.labels))
         for metrics in heard:
+            if metrics.device == UNLOADED and path.startswith("snapshots."):
+                continue  # nobody has counted them
             _add(family, _labels(metrics), attrgetter(path)(metrics))
         yield family
 

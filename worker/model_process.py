@@ -113,6 +113,8 @@ class ModelProcess:
             version=VERSION,
             interval_s=CONSTANTS.metrics_interval_s,
             max_message_bytes=self.settings.max_message_bytes,
+            log_bytes=self.retention.num_bytes,
+            log_max_bytes=self.retention.max_bytes,
         )
 
     @property

@@ -68,11 +68,13 @@ class IoThreads:
         job returns.
         """
         waiting = asyncio.wrap_future(self.submit(work, limit_s))
-        while not (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
-            if self.are_stuck():
-                waiting.cancel()
-                raise TimeoutError(_NO_ANSWER)
-        return waiting.result()
+        try:
+            while not (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
+                if self.are_stuck():
+                    raise TimeoutError(_NO_ANSWER)
+            return waiting.result()
+        finally:
+            waiting.cancel()  # else asyncio logs an error that nobody waits for any more, with its traceback
 
     def result(self, future: Future[T], timeout_s: float) -> T:
         """Wait on the calling thread for a future of `submit`; return its result or raise its exception.

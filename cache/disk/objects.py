@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import obstore
 from obstore.exceptions import BaseError, NotFoundError
@@ -21,15 +21,28 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
+#: In the message of a request that the server refuses, as it will again; obstore has no class for it.
+_REFUSED: Final = "status code: 4"
+#: The options with which a start asks once whether the store answers.
+_QUICK: Final[Any] = {"retry_config": {"max_retries": 1}}
+
 
 class ObjectStore:
     """A `Tier` at a URL, such as s3://bucket/prefix. Safe on any thread."""
 
-    def __init__(self, url: str) -> None:
-        """Open the store. Raises `OSError` if the URL names no object store, or listing it is refused."""
+    def __init__(self, url: str, *, must_answer: bool = True) -> None:
+        """Open the store. Raises `OSError` if the URL names no object store, or listing it is refused.
+
+        Without an answer only if it `must_answer`: otherwise it can be used once the store is back.
+        """
         with _as_os_error():
             self._store = from_url(url)
-            next(iter(obstore.list(self._store, chunk_size=1)), None)
+        try:
+            with _as_os_error():
+                next(iter(obstore.list(from_url(url, **_QUICK), chunk_size=1)), None)
+        except OSError as error:
+            if must_answer or _REFUSED in str(error):
+                raise
 
     def put(self, key: FileKey, path: Path) -> None:
         """Upload the file at `path`, unless the store has this key: see `Tier`."""

@@ -26,6 +26,7 @@ from .images import files_of
 from .messages import Close, ControlReply, Failed, Request, Result, UnknownResult, decode_result, encode
 from .options import check_options
 from .stream import LogStream
+from .writes import LIKELY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping
@@ -393,7 +394,7 @@ class Call:
             if not self._wire.connected:
                 why = ", and the connection to the NATS server is lost"
             elif self.is_published and self.seq is None:
-                why = ", and the NATS server has not confirmed that the request is stored: is its disk full?"
+                why = f", and the NATS server has not confirmed that the request is stored: {LIKELY}"
             raise ResultTimeoutError(
                 f"request {self.id}: no answer for {self._timeout_s} s{why};"
                 " send it again under the same id to keep waiting"

@@ -72,7 +72,7 @@ def refusal(error: Exception) -> str | None:
     if "maximum account active connections" in text:
         return "has no connection left for this account; close some, or have its limit raised"
     if "authorization" in text or "authentication" in text:
-        return "refuses the credentials; check the file, the user and password, or the token"
+        return "refuses the credentials, or wants some; check the file, the user and password, or the token"
     return None
 
 

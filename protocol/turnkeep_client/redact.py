@@ -1,4 +1,4 @@
-"""Keeps the user, password or token of a NATS URL out of logs and messages. Pure."""
+"""Keeps the credentials of a URL out of logs and messages: user, password, token, signature. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Final
 _SCHEMES: Final = frozenset({"nats", "tls", "ws", "wss"})
 _PLACE: Final = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s:@\[\]]+)(?::\d{0,5})?")
 _CREDENTIALS: Final = re.compile(r"(?<=://)[^\s/]*@")
+#: The query of a URL, which may have a signature, without punctuation that ends a part of a sentence.
+_QUERY: Final = re.compile(r"(://[^\s\"'?]*\?)[^\s\"'\\]*[^\s\"'\\;:,.)]")
 
 
 def shown(urls: str) -> str:
@@ -16,8 +18,8 @@ def shown(urls: str) -> str:
 
 
 def redact(text: str) -> str:
-    """Remove the credentials from URLs in a text that another program wrote."""
-    return _CREDENTIALS.sub("", text)
+    """Remove the credentials, and the queries, from URLs in a text that another program may have written."""
+    return _QUERY.sub(r"\1...", _CREDENTIALS.sub("", text))
 
 
 def _shown(url: str) -> str:

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 #: A server that has acknowledged no waiting write for so long cannot store.
 UNSTORED_S: Final = 5.0
+#: What to ask the operator while JetStream has not said why it stores nothing.
+LIKELY: Final = "is its disk full, or do too few servers of its cluster run?"
 
 
 def unstored(refusal: str) -> str:
     """Return the sentence that nothing is stored; `refusal` is what JetStream says, or empty."""
-    return f"the NATS server stores nothing{f': {refusal}' if refusal else '; is its disk full?'}"
+    return f"the NATS server stores nothing{f': {refusal}' if refusal else f'; {LIKELY}'}"
 
 
 class Writes:

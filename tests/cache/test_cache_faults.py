@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import resource
 import shutil
@@ -14,6 +15,7 @@ import threading
 import time
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_kv import BLOCK, Clock, assert_sum_rule, cut, flip, identity, num_restored, put, save_all, stored
@@ -457,3 +459,23 @@ async def test_while_one_disk_read_hangs_all_further_disk_reads_time_out_immedia
     finally:
         answers.set()
         assert await readers.close(10)
+
+
+async def test_a_disk_read_that_fails_after_its_waiting_was_cancelled_logs_no_traceback() -> None:
+    logged, goes_on, readers = list[Any](), threading.Event(), IoThreads("test", 1)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+
+    def fail() -> None:
+        goes_on.wait()
+        raise OSError("the tier does not answer")
+
+    waiting = asyncio.create_task(readers.run(fail, 60.0))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    goes_on.set()
+    assert await readers.close(10)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not logged

@@ -17,6 +17,7 @@ from commands.screen import printable, wrapped
 from tests.parts import TINY_CONTEXT, LocalWorker, WorkerProcess
 from turnkeep_client.client import Client
 from turnkeep_client.messages import Closed, Generate, Generated, decode_request, decode_result, encode
+from turnkeep_client.writes import LIKELY
 
 
 async def asked(client: Client, session: str = "s") -> Generate:
@@ -314,7 +315,7 @@ async def test_ask_reports_a_question_that_a_full_disk_kept_out_of_the_log_and_e
 
     assert await asyncio.to_thread(run) == (
         130,
-        "turnkeep: the log has not stored the request; is its disk full? Still waiting\n",
+        f"turnkeep: the NATS server has not stored the request; {LIKELY} Still waiting\n",
     )
     await js.update_stream(log)
 

@@ -16,6 +16,7 @@ from nats.js.errors import NotFoundError
 from cache.index import remote
 from tests.parts import LocalWorker, free_port, until
 from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.writes import LIKELY
 from worker.wire import connection, erasures
 
 
@@ -96,7 +97,7 @@ async def test_the_commands_close_rewind_and_fork_say_that_a_full_disk_keeps_the
         subprocess.run, asked, env=environment(), capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     told, why = done.stderr.splitlines()
-    assert told == "turnkeep: the log has not stored the request; is its disk full? Still waiting"
+    assert told == f"turnkeep: the NATS server has not stored the request; {LIKELY} Still waiting"
     assert "the NATS server has not confirmed that the request is stored" in why
     await js.update_stream(log)
 

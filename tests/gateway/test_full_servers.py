@@ -21,7 +21,7 @@ from worker.metrics_collector import unloaded_metrics
 
 pytestmark = pytest.mark.process
 
-SAYS = "the NATS server stores nothing; is its disk full?"
+SAYS = "the NATS server stores nothing; is its disk full, or do too few servers of its cluster run?"
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello."}]
 

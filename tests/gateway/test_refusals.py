@@ -155,7 +155,7 @@ def test_the_error_while_nats_stores_nothing_names_a_full_disk_and_a_cluster_wit
     None
 ):
     said = fault_of(NotStoredError()).message
-    assert "is its disk full?" in said
+    assert "is its disk full, or do too few servers" in said
     assert "start more servers of its cluster" in said
 
 

@@ -26,7 +26,15 @@ from tests.parts import NatsServer
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, Totals, encode
+from turnkeep_client.messages import (
+    UNLOADED,
+    Histogram,
+    Metrics,
+    SnapshotCounters,
+    TenantFigures,
+    Totals,
+    encode,
+)
 from turnkeep_client.subjects import Subjects
 from turnkeep_client.wire import Backlog
 from worker.observe.telemetry import Telemetry
@@ -113,6 +121,13 @@ def test_exported_metrics_have_labels_for_the_worker_and_for_the_outcome_or_reas
     assert found[key("requests_total", type="default", outcome="appended")] == 2
     assert found[key("snapshots_dropped_total", reason="queue_full")] == 1
     assert found[key("worker_info", version="0.1.0")] == 1
+
+
+def test_the_metrics_page_leaves_out_the_snapshots_of_a_model_that_is_not_loaded() -> None:
+    """Nobody counts them then: with zeros, a graph of the disk space would drop."""
+    found = shown(structs.replace(metrics("w1"), device=UNLOADED))
+    assert ("turnkeep_sessions", frozenset((LABEL | {"device": UNLOADED}).items())) in found
+    assert not [name for name, _ in found if name.startswith("turnkeep_snapshots")]
 
 
 def test_exported_histogram_buckets_are_cumulative_and_end_with_the_total_count() -> None:
@@ -275,6 +290,8 @@ async def test_an_exporter_whose_password_is_changed_at_the_server_ends_and_says
         config.write_text("authorization { users: [{ user: w, password: two }] }")
         assert server._process is not None
         server._process.send_signal(signal.SIGHUP)
-        with pytest.raises(TurnkeepError, match="the NATS server refuses the credentials; check the file"):
+        with pytest.raises(
+            TurnkeepError, match="the NATS server refuses the credentials, or wants some; check"
+        ):
             async with asyncio.timeout(30):
                 await running

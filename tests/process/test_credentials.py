@@ -81,13 +81,26 @@ def test_log_lines_and_tracebacks_contain_no_nats_credentials(log_format, capfd)
             int(f"401, url='{url}'")
         except ValueError:
             log.exception("failed")
+        log.error(
+            "the tier fails", error=f"s3://bucket/kv?sig={PASSWORD}&se=1: denied", place=f"a://b?{USER}"
+        )
     finally:
         structlog.configure(**before)
     written = capfd.readouterr().err
     check_silent(written)
     assert "wss://host:443" in written
     assert "401, url='wss://host:443'" in written
-    assert redact("see http://host/a@b") == "see http://host/a@b"
+    assert "s3://bucket/kv?...: denied" in written
+    assert redact("see http://host/a@b? It is there") == "see http://host/a@b? It is there"
+
+
+@pytest.mark.parametrize("words", [("serve", "--check"), ("doctor",)])
+def test_a_remote_tier_that_cannot_be_used_is_told_without_the_signature_in_its_url(tmp_path, words):
+    url = f"nosuch://bucket/kv?sig={PASSWORD}"
+    done = command_runs.turnkeep(*words, "--data-dir", tmp_path, "--remote-tier", url)
+    assert done.returncode == 1
+    assert "remote_tier: nosuch://bucket/kv?... cannot be used: Generic URL error" in done.stderr
+    check_silent(done.stdout + done.stderr)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +218,27 @@ async def test_commands_read_the_nats_token_from_the_data_directory(
     shutil.copy(worker.data_dir / "nats-token", tmp_path)
     done = await command("sessions", "--data-dir", str(tmp_path), "--nats-port", port_of(worker))
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.process
+async def test_a_copy_of_a_data_directory_does_not_lead_commands_to_the_worker_of_the_original(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    async with await worker.client() as client:
+        await client.session("s").append(text="x")
+    copy = tmp_path / "copy"
+    shutil.copytree(worker.data_dir, copy)
+    at = ["--data-dir", str(copy)]
+    for words in (
+        ["close", "--forget", "s"],
+        ["drain", "one"],
+        ["info", "--url"],
+        ["sessions", *place(worker)],
+    ):
+        done = await command(*words, *at)
+        assert (done.returncode, done.stdout) == (1, ""), words
+        assert done.stderr.startswith(f"turnkeep: no worker runs on the data directory {copy}; start"), words
+    assert "s " in (await command("sessions", *place(worker))).stdout
 
 
 async def first_word(port: int, **login: str) -> bytes:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import nats
 import pytest
+from click.testing import CliRunner
 from nats.aio.client import Client, ServerVersion
 
 import commands.checks
 from commands.checks import Diagnosis, checks, exit_code
+from commands.cli import main
 from commands.ports import Beside
 from tests.commands.command_runs import turnkeep
 from tests.model.tiny_gguf import TinyLlama
@@ -132,6 +134,15 @@ async def test_the_command_doctor_fails_with_advice_for_a_remote_nats_server_wit
     assert exit_code(found.values()) == 1
 
 
+async def test_the_command_doctor_without_credentials_says_that_a_secured_nats_server_wants_some(
+    foreign_server, small
+):
+    url = await foreign_server(authorization={"users": [{"user": "w", "password": "p"}]})
+    found = await examine(dataclasses.replace(small, nats=url))
+    assert found["NATS"].state == "fail"
+    assert "refuses the credentials, or wants some" in found["NATS"].missing
+
+
 async def test_the_command_doctor_fails_for_a_too_old_nats_server_with_the_same_error_as_a_worker_start(
     foreign_server, small, tmp_path, monkeypatch
 ):
@@ -191,6 +202,14 @@ async def test_the_command_doctor_fails_with_advice_if_the_data_directory_is_a_f
     assert found["data directory"].state == "fail"
     assert "there is a file in its place" in found["data directory"].missing
     assert "--data-dir" in found["data directory"].mend
+
+
+def test_the_command_doctor_fails_for_a_remote_tier_that_would_end_the_start_of_a_worker(tmp_path):
+    (tmp_path / "file").touch()
+    words = ["doctor", "--data-dir", str(tmp_path / "data"), "--remote-tier", str(tmp_path / "file")]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 1
+    assert f"remote_tier: {tmp_path}/file cannot be used" in done.output
 
 
 def test_the_command_doctor_warns_of_little_disk_space_and_fails_with_almost_none(
@@ -257,10 +276,10 @@ def test_the_command_doctor_reports_a_model_that_is_not_on_this_machine_with_adv
 
 @pytest.mark.parametrize("role", ["model", "draft_model"])
 async def test_the_command_doctor_hides_the_password_in_the_url_of_a_model(small, role):
-    url = "https://user:s3cret@huggingface.co/org/name"
+    url = "https://user:s3cret@huggingface.co/org/name?sig=s3cret"
     found = await examine(dataclasses.replace(small, **{role: url}))
     check = found[role.replace("_", " ")]
-    assert (check.state, check.found) == ("fail", "nothing at https://huggingface.co/org/name")
+    assert (check.state, check.found) == ("fail", "nothing at https://huggingface.co/org/name?...")
     assert "s3cret" not in str(found)
 
 

@@ -20,12 +20,14 @@ from parts import WorkerProcess, free_port, until
 
 from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
+from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.log import BUILD_HEADER, words
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.cluster import liveness
 from worker.cluster.liveness import Members
 from worker.cluster.owners import Owners, choose_by_hash
 from worker.cluster.routing import Routing
+from worker.process.cache_parts import cache_codec, remote_tier
 from worker.process.settings import SettingsError
 from worker.wire.records import Member, address, read_members
 
@@ -473,9 +475,36 @@ async def test_other_workers_answer_requests_of_sessions_whose_worker_is_still_l
 async def test_a_worker_whose_remote_tier_is_a_file_or_its_own_directory_fails_to_start(
     local_worker: Start, tmp_path: Path
 ) -> None:
+    """A service starts again by itself, as its disk may be mounted later: it is no error in the settings."""
     (tmp_path / "tier").write_text("a file")
-    with pytest.raises(SettingsError, match=r"remote_tier: .*tier cannot be used: .*; name a directory"):
+    with pytest.raises(
+        TurnkeepError, match=r"remote_tier: .*tier cannot be used: .*; mount its disk"
+    ) as told:
         await local_worker(remote_tier=str(tmp_path / "tier"))
+    assert not isinstance(told.value, SettingsError)
     for place in ("data", "data/snapshots/tier"):
         with pytest.raises(SettingsError, match="is this worker's own directory; choose another"):
             await local_worker(remote_tier=str(tmp_path / place))
+
+
+async def test_a_worker_starts_although_its_object_store_does_not_answer_but_not_if_the_store_refuses(
+    local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("ALLOW_HTTP", "true")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    worker = await local_worker(remote_tier="s3://bucket/kv")
+    await worker.client.session("s").append(text="x")
+    with pytest.raises(TurnkeepError, match="remote_tier: s3://bucket/kv cannot be used"):  # `serve --check`
+        remote_tier(worker.settings, cache_codec(worker.settings), must_answer=True)
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{port}")
+        with pytest.raises(TurnkeepError, match=r"remote_tier: s3://bucket/kv cannot be used: .* 404"):
+            await local_worker(data_dir=tmp_path / "two", worker="two", remote_tier="s3://bucket/kv")

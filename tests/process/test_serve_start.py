@@ -11,6 +11,7 @@ from uuid import uuid4
 
 import nats
 import pytest
+import structlog
 from nats.js.errors import NotFoundError
 
 from cache.names.policy import Policy
@@ -18,6 +19,7 @@ from tests.commands.command_runs import turnkeep
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker.app import App
+from worker.observe.logs import configure
 from worker.process.datadir import DataDir
 from worker.process.settings import Settings
 
@@ -162,6 +164,26 @@ def test_each_log_line_of_a_worker_is_written_by_a_single_system_call():
         written = [reading.recv(4096) for _ in range(2)]
     assert [json.loads(line)["event"] for line in written] == ["one", "two"]
     assert all(line.endswith(b"\n") for line in written)
+
+
+def test_a_warning_that_comes_again_and_again_is_logged_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As when the worker's user loses its permissions, or a cluster its quorum: it goes on trying."""
+    before = structlog.get_config()
+    try:
+        configure("json", "info")
+        log = structlog.get_logger()
+        for now_s in (1000, 1001, 1059, 1061):
+            monkeypatch.setattr("worker.observe.logs.monotonic", lambda now_s=now_s: now_s)
+            for what in ("in", "out"):
+                log.warning("NATS error", error=what)
+            log.error("a turn failed")
+    finally:
+        structlog.configure(**before)
+    told = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [one["error"] for one in told if one["level"] == "warning"] == ["in", "out"] * 2
+    assert len([one for one in told if one["level"] == "error"]) == 4
 
 
 def test_a_log_line_that_cannot_be_written_is_dropped_without_an_error():

@@ -187,6 +187,9 @@ async def test_closed_sessions_of_a_model_that_is_not_loaded_leave_the_log_after
             # The close stays a little longer.
             while await entries() != {"in": 1, "out": 1, "closed": 1}:  # noqa: ASYNC110
                 await asyncio.sleep(0.5)
+        metrics = await client.worker_metrics()
+    assert metrics.log_bytes > 0
+    assert metrics.log_max_bytes == 2**26
     assert at.workers() == {}
 
 
@@ -364,6 +367,13 @@ async def test_serve_publishes_metrics_of_a_model_that_is_being_loaded_with_the_
     async with asyncio.timeout(30):
         await told.wait()
     publishing.cancel()
+
+
+def test_the_metrics_of_a_model_that_is_not_loaded_have_the_size_and_limit_of_its_log() -> None:
+    (model,) = Supervisor(Settings(), {"a": Settings()})._models
+    model.retention = SimpleNamespace(num_bytes=5, max_bytes=9)  # type: ignore[assignment]  # a stub
+    metrics = model.metrics()
+    assert (metrics.device, metrics.log_bytes, metrics.log_max_bytes) == ("unloaded", 5, 9)
 
 
 async def test_a_model_in_use_is_unloaded_only_after_another_model_has_waited_long_enough_for_memory(

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parts import until
+from structlog.testing import capture_logs
 from test_forks import said, settled
 
 from cache.disk.tier import SharedDirectory
@@ -377,5 +379,10 @@ async def test_a_remote_tier_counts_as_free_of_erased_kv_only_once_the_erasures_
         with pytest.raises(OSError, match="could not erase"):
             await look(lambda _: set())
         assert not eraser.is_certain
+        with capture_logs() as logged:
+            erasing = asyncio.create_task(worker.app._parts.tier_erasures.run(lambda _: set(), lambda: False))
+            await until(lambda: any("could not erase" in one.get("error", "") for one in logged))
+            erasing.cancel()
+        assert "are not carried out yet" in next(one["event"] for one in logged if "error" in one)
     await look(lambda _: set())
     assert eraser.is_certain

@@ -189,6 +189,13 @@ async def test_an_info_request_returns_the_state_and_progress_of_a_running_and_o
 
 
 @pytest.mark.real
+async def test_the_metrics_of_a_worker_without_turns_have_the_memory_of_its_model(wire: Start) -> None:
+    w = await wire(metrics_interval_s=0.1)
+    metrics = await seen(w.worker.client, lambda one: one.mlx_active_bytes > 0)
+    assert metrics.weight_bytes <= metrics.mlx_active_bytes <= metrics.mlx_peak_bytes
+
+
+@pytest.mark.real
 async def test_snapshot_counts_in_metrics_add_up_and_request_counts_match_the_answers(wire: Start) -> None:
     """Snapshots: `accepted = durable + sum(dropped) + failed + cancelled + in_flight`, in every message."""
     w = await wire(metrics_interval_s=0.1)

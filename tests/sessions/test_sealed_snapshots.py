@@ -77,7 +77,7 @@ def test_the_documented_openssl_command_makes_a_valid_cache_key(tmp_path: Path) 
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("arguments", [("serve", "--check"), ("cache", "list")])
+@pytest.mark.parametrize("arguments", [("serve", "--check"), ("doctor",), ("cache", "list")])
 def test_a_command_given_a_cache_key_file_without_a_valid_key_exits_with_a_one_line_error(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:

@@ -94,8 +94,12 @@ class Device:
         return loaded
 
     def listen(self, report: Callable[[StepReport], object]) -> None:
-        """Set the function that the thread calls after each step with a report; it must return at once."""
+        """Set the function that the thread calls with a report, now and after each step.
+
+        It must return at once.
+        """
         self._report = report
+        self.commands.put(Runner.report)
 
     def cut_snapshots(self, room: Callable[[], int], queue_bytes: int = sys.maxsize) -> None:
         """Start copying KV into snapshots of up to `room()` bytes; the device thread calls `room`.

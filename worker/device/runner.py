@@ -185,6 +185,10 @@ class Runner:
         if self._events:
             self._hand_over()
 
+    def report(self) -> None:
+        """Report the memory in use."""
+        self._hand_over()
+
     def submit(self, turn: DeviceTurn) -> None:
         """Add a turn. An error fails the turn and drops its KV; it never ends the thread."""
         self.idle_kv.end_promise(turn.request.key)

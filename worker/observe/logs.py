@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from contextlib import contextmanager, suppress
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import structlog
@@ -55,6 +56,24 @@ class _Lenient:
             self._file.flush()
 
 
+class _Repeats:
+    """Drops a warning that was logged in this minute already: what is tried again often fails alike."""
+
+    def __init__(self) -> None:
+        self._logged = set[str]()
+        self._minute_ends_s = 0.0
+
+    def __call__(self, _logger: object, method: str, event: EventDict) -> EventDict:
+        if method == "warning":
+            if monotonic() > self._minute_ends_s:
+                self._logged.clear()
+                self._minute_ends_s = monotonic() + 60
+            if (said := repr(event)) in self._logged:
+                raise structlog.DropEvent
+            self._logged.add(said)
+        return event
+
+
 def configure(log_format: str, log_level: str, keep: Callable[[str], object] = lambda _: None) -> None:
     """Set up logging for the process. `log_format` auto is `console` on a terminal, otherwise `json`.
 
@@ -70,6 +89,7 @@ def configure(log_format: str, log_level: str, keep: Callable[[str], object] = l
     is_brief = is_auto and console and sys.stderr.isatty()
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
+        _Repeats(),
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt=_CLOCKS[is_brief] if console else "iso", utc=not console),
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cache.names.errors import KeyFileError, SealedError
+from turnkeep_client.errors import TurnkeepError
 
 from .datadir import is_same
 from .settings import SettingsError
@@ -35,8 +36,12 @@ def cache_codec(settings: Settings) -> Codec:
         raise SettingsError(f"cache_key_file: {error}") from None
 
 
-def remote_tier(settings: Settings, codec: Codec) -> Tier | None:
-    """Open the remote tier; return None if the settings name none. Blocks; raises `SettingsError`."""
+def remote_tier(settings: Settings, codec: Codec, *, must_answer: bool = False) -> Tier | None:
+    """Open the remote tier; return None if the settings name none. Blocks.
+
+    Raises `SettingsError`, and another `TurnkeepError` for what may end while the settings stay the same. An
+    object store that does not answer raises only if it `must_answer`.
+    """
     from cache.store import tier_at
 
     if settings.remote_tier is None:
@@ -47,13 +52,19 @@ def remote_tier(settings: Settings, codec: Codec) -> Tier | None:
     if "://" not in place and (is_same(there, own) or is_inside):
         raise SettingsError(f"remote_tier: {place} is this worker's own directory; choose another")
     try:
-        return tier_at(place, codec, max_bytes=_TIER_BYTES, min_free_bytes=settings.min_free_disk)
+        return tier_at(
+            place,
+            codec,
+            must_answer=must_answer,
+            max_bytes=_TIER_BYTES,
+            min_free_bytes=settings.min_free_disk,
+        )
     except ModuleNotFoundError:
         raise SettingsError("obstore is missing; pip install 'turnkeep[objects]' brings it") from None
     except SealedError as error:
         raise SettingsError(f"remote_tier: {error}") from None
     except OSError as error:
-        right = "the URL of an object store" if "://" in place else "a directory"
-        raise SettingsError(
-            f"remote_tier: {place} cannot be used: {error.strerror}; name {right} that this worker may write"
+        right = "name the URL of an object store" if "://" in place else "mount its disk, or name a directory"
+        raise TurnkeepError(
+            f"remote_tier: {place} cannot be used: {error.strerror}; {right} that this worker may write"
         ) from None

@@ -234,6 +234,21 @@ def starting_pid(path: Path) -> int | None:
     return held.pid if held and abs(time.time() - held.locked_s) < _STARTING_S else None
 
 
+def is_unused(path: Path) -> bool:
+    """Say whether no process has locked a data directory, so that no server is its own; a copy is unused.
+
+    False for a folder that never was one: it may have a copy of the token.
+    """
+    try:
+        fd = os.open(path / LOCK_NAME, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _is_locked(fd)
+    finally:
+        os.close(fd)
+
+
 class Holder(NamedTuple):
     """The process that has locked a data directory, and the time of the lock; messages use `name` for it."""
 

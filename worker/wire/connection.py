@@ -115,8 +115,6 @@ class _Watch:
         self.shown = shown
         self.is_connected = False
         self.failures: list[Exception] = []
-        self._said = set[str]()  # the errors that were logged in this minute
-        self._minute_ends_s = 0.0
         self._client = client
         self._on_reconnected = on_reconnected
         self._on_closed = on_closed
@@ -130,27 +128,17 @@ class _Watch:
         elif isinstance(error, nats.errors.SlowConsumerError):
             log.error("the worker reads too slowly; NATS messages were skipped", subject=error.subject)
         elif (why := refusal(error)) is not None:
-            self._warn(f"the NATS server {why}")
+            log.warning("NATS error", error=f"the NATS server {why}")
         elif isinstance(error, OSError):
             log.debug("NATS is not back yet", error=_first_line(error))  # `disconnected` has logged it once
         else:
-            self._warn(_first_line(error))
-
-    def _warn(self, text: str) -> None:
-        """Log an error once a minute: the client retries often, and so do all who lack a right."""
-        if current_time() > self._minute_ends_s:
-            self._said.clear()
-            self._minute_ends_s = current_time() + 60
-        if text not in self._said:
-            self._said.add(text)
-            log.warning("NATS error", error=text)
+            log.warning("NATS error", error=_first_line(error))
 
     async def disconnected(self) -> None:
         if self.is_connected and not self._client.is_closed:
             log.warning("lost the connection to NATS; trying again", servers=self.shown)
 
     async def reconnected(self) -> None:
-        self._said.clear()
         log.info("connected to NATS again", servers=self.shown)
         if self._on_reconnected:
             await self._on_reconnected()

@@ -9,8 +9,9 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Any, Final
 
+from turnkeep_client.errors import NoServerError
 from worker.process import nats_context
-from worker.process.datadir import TOKEN_NAME
+from worker.process.datadir import TOKEN_NAME, is_unused
 from worker.process.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -49,11 +50,25 @@ def worker_options(settings: Settings) -> dict[str, Any]:
 
 
 def client_options(settings: Settings) -> dict[str, Any]:
-    """Read nats-py's options for a command; without credentials, has the token of the worker's own server."""
+    """Read nats-py's options for a command; without credentials, has the token of the worker's own server.
+
+    Raises `SettingsError`, and `NoServerError` if the server of that token cannot run.
+    """
     options = nats_options(settings)
-    if settings.nats is None and options.keys() <= {"tls"} and (token := own_token(settings.data_dir)):
+    if settings.nats is None and options.keys() <= {"tls"} and (token := running_token(settings.data_dir)):
         options["token"] = token
     return options
+
+
+def running_token(data_dir: Path) -> str | None:
+    """Return the `own_token`; raises `NoServerError` if the data directory is unused, as a copy is.
+
+    With its token and port, a copy would otherwise lead to the original's server.
+    """
+    token = own_token(data_dir)
+    if token and is_unused(data_dir):
+        raise NoServerError(f"no worker runs on the data directory {data_dir}")
+    return token
 
 
 def own_token(data_dir: Path) -> str | None:

@@ -36,7 +36,7 @@ _PERIOD_S: Final = 10.0
 #: How long notes are kept. A worker that was away for longer drops all its KV if there are new notes.
 _KEPT_DAYS: Final = 90
 _KEPT_S: Final = _KEPT_DAYS * 86400.0
-#: How long to wait at a start until the log is read again, after it could not be read.
+#: How long to wait at a start until notes are tried again that could not be read or carried out.
 _AGAIN_S: Final = 1.0
 #: How often to remove old notes, and to store the time, by which a worker knows how long it was away.
 _OFTEN_S: Final = 3600.0
@@ -105,7 +105,7 @@ class Erasures:
             try:
                 return await self._look(let_go)
             except (nats.errors.Error, APIError, OSError) as error:
-                log.warning("waiting for the notes of what was forgotten", error=str(error))
+                log.warning("waiting until notes of what was forgotten are carried out", error=str(error))
             await sleep(_AGAIN_S)
 
     async def run(self, let_go: LetGo, is_first: Callable[[], bool]) -> None:
@@ -120,7 +120,7 @@ class Erasures:
                     await self._clean()
                     self._cleaned_s = monotonic()
             except (nats.errors.Error, APIError, OSError) as error:
-                log.warning("notes of what was forgotten could not be read yet", error=str(error))
+                log.warning("notes of what was forgotten are not carried out yet", error=str(error))
             await sleep(_PERIOD_S)
 
     async def _look(self, let_go: LetGo) -> None:
