@@ -317,20 +317,6 @@ async def test_a_worker_warns_once_of_a_nats_server_version_that_can_lose_entrie
         assert all("install 2.12.16, 2.14.6, 2.15.0 or newer" in one["event"] for one in lines)
 
 
-async def test_two_nats_errors_that_alternate_again_and_again_are_each_logged_once_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As when the worker's user loses its permissions: it goes on trying to read, to pull and to renew."""
-    watch = _Watch(Client(), "nats://there", None, None)
-    watch.is_connected = True
-    with capture_logs() as lines:
-        for now_s in (1000, 1001, 1059, 1061):
-            monkeypatch.setattr("worker.wire.connection.current_time", lambda now_s=now_s: now_s)
-            for what in ("in", "out"):
-                await watch.error(nats.errors.Error(f"permissions violation for {what}"))
-    assert [line["error"].rpartition(" ")[2] for line in lines] == ["in", "out"] * 2
-
-
 async def test_a_running_worker_whose_password_is_changed_at_the_server_ends_and_says_why(
     tmp_path: Path, tiny_model: Path, request: pytest.FixtureRequest
 ) -> None:
