@@ -170,7 +170,8 @@ async def test_a_model_unused_for_a_while_is_unloaded_and_reloaded_for_the_next_
 async def test_closed_sessions_of_a_model_that_is_not_loaded_leave_the_log_after_their_time_to_live(
     house: Any,
 ) -> None:
-    at = await house(closed_ttl_s="6")
+    """Its metrics have the log's size and limit meanwhile."""
+    at = await house(closed_ttl_s="6", log_max_bytes="'64MiB'")
     async with await at.process.client(prefix="turnkeep-tiny") as client:
         await client.ask("s", text="Hi.", max_tokens=2, timeout_s=120)
         await client.session("s").close()
