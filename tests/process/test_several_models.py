@@ -282,6 +282,23 @@ async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too(t
     ]
 
 
+@pytest.mark.parametrize(
+    ("models", "told"), [(("a",), ["models.b", "models.c"]), ((), ["models.a", "models.b", "models.c"])]
+)
+async def test_serve_logs_that_models_added_to_or_removed_from_its_settings_need_a_restart(
+    models: tuple[str, ...], told: list[str]
+) -> None:
+    served = Supervisor(Settings(), {name: Settings() for name in models})
+    with structlog.testing.capture_logs() as logs:
+        await served.reload(Settings(), {name: Settings() for name in ("a", "b", "c")})
+    with structlog.testing.capture_logs() as logs_of_removed:
+        await Supervisor(Settings(), dict.fromkeys("abc", Settings())).reload(
+            Settings(), dict.fromkeys(models, Settings())
+        )
+    for one in (logs, logs_of_removed):
+        assert [(line["event"], line["settings"]) for line in one] == [("these settings need a restart", told)]
+
+
 @pytest.mark.process
 async def test_disk_limits_that_serve_reads_again_are_shown_for_the_data_directory_of_several_models(
     house: Any, tmp_path: Path
