@@ -347,7 +347,7 @@ class Supervisor:
         Returns False if the worker never gets ready. A single model then ends `run`, unless one has served
         before: then it is tried for ever.
         """
-        num_short = 0
+        num_short, pause_s = 0, 0.0
         while True:
             code = await self._run_worker(model)
             if model.leave.is_set():
@@ -369,7 +369,7 @@ class Supervisor:
                 )
                 model.let_go()
                 return False
-            pause_s = min(_PAUSES_S[0] * 2 ** (num_short - 2), _PAUSES_S[1]) if num_short > 1 else 0.0
+            pause_s = min(max(2 * pause_s, _PAUSES_S[0]), _PAUSES_S[1]) if num_short > 1 else 0.0
             more = {} if reason is None else {"reason": reason}
             log.error("a worker has ended", **model.log_fields, code=code, pause_s=pause_s, **more)
             with move_on_after(pause_s):

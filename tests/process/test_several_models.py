@@ -506,6 +506,19 @@ async def test_serve_restarts_a_worker_at_once_if_the_worker_had_served_for_a_wh
     running.cancel()
 
 
+async def test_serve_still_restarts_a_worker_that_has_ended_more_than_a_thousand_times_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.0))
+    runs = Runs(monkeypatch, 0.0)
+    with structlog.testing.capture_logs():
+        running = asyncio.create_task(runs.supervisor._run_until_left(runs.model))
+        await until(lambda: running.done() or runs.num > 1100)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 async def test_serve_ends_if_its_worker_fails_five_times_in_a_row_before_it_is_ready(
     tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
