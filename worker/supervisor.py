@@ -361,7 +361,9 @@ class Supervisor:
                 return False
             reason = refused.reason if refused is not None else _never_ready(code) if is_failing else None
             if is_failing:
-                model.unloadable = f"the model {model.name or model.settings.model} cannot be loaded: {reason}"
+                model.unloadable = (
+                    f"the model {model.name or model.settings.model} cannot be loaded: {reason}"
+                )
                 await model.activator.refuse(model.unloadable)
             if is_failing and self._are_several:
                 log.error(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -296,7 +297,9 @@ async def test_serve_logs_that_models_added_to_or_removed_from_its_settings_need
             Settings(), dict.fromkeys(models, Settings())
         )
     for one in (logs, logs_of_removed):
-        assert [(line["event"], line["settings"]) for line in one] == [("these settings need a restart", told)]
+        assert [(line["event"], line["settings"]) for line in one] == [
+            ("these settings need a restart", told)
+        ]
 
 
 @pytest.mark.process
@@ -577,6 +580,32 @@ async def test_requests_to_a_newly_selected_model_that_cannot_be_loaded_get_an_e
     back = await nc.request(subjects.serve, encode(LoadRequest(model="sound")), timeout=60)
     assert "restarts with sound" in decode_serving(back.data).said  # type: ignore[union-attr]
     await until(lambda: alone._models[0].is_loaded)
+
+
+async def test_clients_are_told_why_a_model_cannot_be_loaded_until_it_is_loaded(
+    served: tuple[Supervisor, nats.NATS], nats_url: str
+) -> None:
+    alone, nc = served
+    why = "the model broken cannot be loaded: its worker has ended 5 times in a row"
+    options = ("--nats", nats_url, "--prefix", "stub")
+    command = (sys.executable, "-m", "commands")
+    async with AsyncExitStack() as stack:
+        await nc.request(Subjects("stub").serve, encode(LoadRequest(model="broken")), timeout=60)
+        asking = await anyio.open_process([*command, "ask", *options, "hello"], stdin=subprocess.DEVNULL)
+        stack.push_async_callback(asking.aclose)
+        stack.callback(asking.kill)
+        told = ""
+        async with asyncio.timeout(60):
+            while why not in told:
+                told += (await asking.stderr.receive()).decode()  # type: ignore[union-attr]  # a pipe
+            looked = await anyio.run_process([*command, "info", *options])
+            assert why in looked.stdout.decode()
+        await nc.request(Subjects("stub").serve, encode(LoadRequest(model="sound")), timeout=60)
+        await until(lambda: alone._models[0].is_loaded)
+        assert not alone._models[0].metrics().refusal
+    await nc.jetstream().purge_stream(
+        Subjects("stub").log_stream
+    )  # the request would load the next tests' model
 
 
 async def test_a_model_that_is_asked_twice_to_be_unloaded_is_loaded_by_its_next_request(
