@@ -179,14 +179,27 @@ async def answer(
     async with named(client, name or f"ask-{uuid4().hex[:12]}", wanted.cache) as session:
         if count is None:
             return await _answer(
-                session, messages, options, is_new=name is None, as_json=as_json, reasoning=wanted.reasoning
+                client,
+                session,
+                messages,
+                options,
+                is_new=name is None,
+                as_json=as_json,
+                reasoning=wanted.reasoning,
             )
         await _answers(session, count, messages, options, is_new=name is None, as_json=as_json)
         return True
 
 
 async def _answer(
-    session: Session, messages: Any, options: Any, *, is_new: bool, as_json: bool, reasoning: str | None
+    client: Client,
+    session: Session,
+    messages: Any,
+    options: Any,
+    *,
+    is_new: bool,
+    as_json: bool,
+    reasoning: str | None,
 ) -> bool:
     """Stream one answer; return False if Ctrl-C ended it."""
     generation = session.generate(messages=messages, **options)
@@ -194,7 +207,9 @@ async def _answer(
     if not as_json:
         click.echo(options.get("prefix", ""), nl=False)
     try:
-        finished = await stream(session, generation, shown=not as_json, kept=not is_new, reasoning=reasoning)
+        finished = await stream(
+            client, session, generation, shown=not as_json, kept=not is_new, reasoning=reasoning
+        )
         if finished and as_json:
             click.echo(encode(generation.result))
         elif finished and (why := cut(generation.result, options["max_tokens"])):

@@ -175,7 +175,9 @@ class _Chat:
         generation = self._session.generate(messages=[message], **options)
         self._last = question, images, generation
         screen = None if click.get_current_context().color is False else MarkdownScreen()
-        answered = await stream(self._session, generation, reasoning=self._options.reasoning, screen=screen)
+        answered = await stream(
+            self._client, self._session, generation, reasoning=self._options.reasoning, screen=screen
+        )
         why = cut(generation.result, options["max_tokens"]) if answered else ""
         if sys.stdin.isatty():
             _say(f"{why.capitalize()}\n" if why else "")

@@ -168,7 +168,8 @@ async def cancel(client: Client, session: str, request_id: str | None) -> None:
 
 def _print_metrics(metrics: Metrics) -> None:
     if metrics.device == UNLOADED:
-        table(("worker", metrics.worker), [("model", f"{metrics.model}, which its next request loads")])
+        does = metrics.refusal or f"{metrics.model}, which its next request loads"
+        table(("worker", metrics.worker), [("model", does)])
         return
     snapshots, why = metrics.snapshots, metrics.refusal or LIKELY
     rows = [

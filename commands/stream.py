@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from turnkeep_client.errors import NoServerError, NoWorkerError, RequestFailedError, TurnkeepError
+from turnkeep_client.messages import UNLOADED
 from worker.process.installed import program
 
 from .screen import Screen, complain, unechoed
@@ -15,6 +17,7 @@ from .screen import Screen, complain, unechoed
 if TYPE_CHECKING:
     from collections.abc import Awaitable
 
+    from turnkeep_client.client import Client
     from turnkeep_client.generation import Generation
     from turnkeep_client.session import Session
 
@@ -53,6 +56,7 @@ async def while_reachable(session: Session, awaited: Awaitable[_T]) -> _T:
 
 
 async def stream(
+    client: Client,
     session: Session,
     generation: Generation,
     *,
@@ -73,12 +77,15 @@ async def stream(
     """
     told = sys.stdout.isatty() if reasoning is None else reasoning == "show"
     screen = screen or Screen()
-    return await _Stream(session, generation, screen, shown=shown, kept=kept, shows_reasoning=told).run()
+    return await _Stream(
+        client, session, generation, screen, shown=shown, kept=kept, shows_reasoning=told
+    ).run()
 
 
 class _Stream:
     def __init__(
         self,
+        client: Client,
         session: Session,
         generation: Generation,
         screen: Screen,
@@ -87,6 +94,7 @@ class _Stream:
         kept: bool,
         shows_reasoning: bool,
     ) -> None:
+        self._client = client
         self._session = session
         self._shows_reasoning = shows_reasoning
         self._generation = generation
@@ -191,7 +199,7 @@ class _Stream:
 
     async def _show_state(self) -> None:
         """Show, while no text arrives, why the answer is waiting: for a worker, its turn or its prefill."""
-        warned, told_s = False, self._loop.time()
+        warned, told_s = "", self._loop.time()
         while True:
             await asyncio.sleep(_POLL_S)
             heard_at = self._heard_at
@@ -202,14 +210,23 @@ class _Stream:
                 continue
             if state is None and self._loop.time() - heard_at < _SILENCE_S:
                 continue
-            missing = "waiting for the worker"
-            missing = missing if self._session.connected else "no connection to NATS"
+            missing = await self._missing() if state is None else ""
             self._screen.note(f"{missing}; Ctrl-C leaves" if state is None else state)
-            is_due = self._loop.time() - told_s >= _EVERY_S if state else state is None and not warned
+            is_due = self._loop.time() - told_s >= _EVERY_S if state else missing not in ("", warned)
             if is_due and not self._screen.shows_notes:
                 complain(state or missing)
                 told_s = self._loop.time()
-            warned = state is None
+            warned = missing
+
+    async def _missing(self) -> str:
+        """Return what an answer waits for while no worker replies with its state."""
+        if not self._session.connected:
+            return "no connection to NATS"
+        with contextlib.suppress(TurnkeepError):
+            metrics = await self._client.worker_metrics()
+            if metrics.device == UNLOADED and metrics.refusal:
+                return metrics.refusal
+        return "waiting for the worker"
 
     async def _ask_state(self) -> str | None:
         """Return the request's state as a text; empty if its answer has begun, None if no worker replies."""
@@ -220,8 +237,8 @@ class _Stream:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 info = await self._session.info()
-        except RequestFailedError:
-            return ""
+        except RequestFailedError as error:  # the worker does not know the session yet, or its model fails
+            return error.message if error.code == "internal" else ""
         except (NoWorkerError, TimeoutError):
             return None
         progress = info.progress

@@ -92,6 +92,22 @@ class LatestMetrics:
         """The size of the largest message that the worker takes, from its latest metrics; 0 if unknown."""
         return self._metrics.max_message_bytes if self._metrics else 0
 
+    async def loadable(self) -> None:
+        """Try again to load a model that could not be loaded; raise `RequestFailedError` if it is not soon.
+
+        A turn would wait in the log, and its client would not get the reason.
+        """
+        worker = await self.worker()
+        if worker.device != UNLOADED or not worker.refusal:
+            return
+        try:
+            await self._client.session("any").info(limit=0)
+        except NoWorkerError:
+            raise RequestFailedError("internal", worker.refusal, retryable=True) from None
+        except RequestFailedError as error:
+            if error.code != "unknown_session":
+                raise
+
     async def is_loaded(self) -> bool:
         """Whether the worker has its model loaded; also True if that is unknown, as no worker answers."""
         try:

@@ -71,6 +71,8 @@ class ModelProcess:
         self.reported_s = math.inf
         self.state = State((), ("starting",), is_alone=True)
         self.refused: Refusal | None = None
+        #: Why its worker did not get ready the last time; empty if it did, or was not tried.
+        self.unloadable = ""
         #: `wanted`: the model has requests. `leave`: it must be unloaded.
         self.wanted = Event()
         self.leave = Event()
@@ -111,6 +113,7 @@ class ModelProcess:
             **{name: one for name, one in needs.items() if name in Metrics.__struct_fields__},
             worker=self.settings.worker,
             version=VERSION,
+            refusal=self.unloadable,
             interval_s=CONSTANTS.metrics_interval_s,
             max_message_bytes=self.settings.max_message_bytes,
             log_bytes=self.retention.num_bytes,

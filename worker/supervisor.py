@@ -119,8 +119,11 @@ class Supervisor:
     async def reload(self, settings: Settings, models: Mapping[str, Settings]) -> None:
         """Give the workers, also those to come, the disk limits of settings that were read again.
 
-        Logs which other settings have changed: they need a restart.
+        Logs which other settings have changed, and which models were added or removed: they need a restart.
         """
+        if other := {one.name for one in self._models if one.name is not None} ^ models.keys():
+            tables = sorted(f"models.{name}" for name in other)
+            log.warning("these settings need a restart", settings=tables)
         if self._directory is not None:
             self._directory.note_limits(limits_of(_reloaded(self._settings, settings)))
         for model in self._models:
@@ -304,7 +307,7 @@ class Supervisor:
             raise SupervisorError(f"{name} cannot be served: {weighed.reason}")
         worker = model.process
         # Before the worker ends: requests that come meanwhile start the next one, at once.
-        model.settings, model.needs = settings, weighed
+        model.settings, model.needs, model.unloadable = settings, weighed, ""
         model.let_go()
         while worker is not None and model.process is worker:  # noqa: ASYNC110  # it tells nobody
             await sleep(_ENDED_S)
@@ -349,7 +352,7 @@ class Supervisor:
         Returns False if the worker never gets ready. A single model then ends `run`, unless one has served
         before: then it is tried for ever.
         """
-        num_short = 0
+        num_short, pause_s = 0, 0.0
         while True:
             code = await self._run_worker(model)
             if model.leave.is_set():
@@ -363,15 +366,17 @@ class Supervisor:
                 return False
             reason = refused.reason if refused is not None else _never_ready(code) if is_failing else None
             if is_failing:
-                name = model.name or model.settings.model
-                await model.activator.refuse(f"the model {name} cannot be loaded: {reason}")
+                model.unloadable = (
+                    f"the model {model.name or model.settings.model} cannot be loaded: {reason}"
+                )
+                await model.activator.refuse(model.unloadable)
             if is_failing and self._are_several:
                 log.error(
                     "a model cannot be loaded until its next request", **model.log_fields, reason=reason
                 )
                 model.let_go()
                 return False
-            pause_s = min(_PAUSES_S[0] * 2 ** (num_short - 2), _PAUSES_S[1]) if num_short > 1 else 0.0
+            pause_s = min(max(2 * pause_s, _PAUSES_S[0]), _PAUSES_S[1]) if num_short > 1 else 0.0
             more = {} if reason is None else {"reason": reason}
             log.error("a worker has ended", **model.log_fields, code=code, pause_s=pause_s, **more)
             with move_on_after(pause_s):
@@ -426,6 +431,7 @@ class Supervisor:
             case Needs():
                 if not self._are_several:
                     model.needs = report
+                model.unloadable = ""
                 await model.activator.end()
                 model.loaded_s = current_time()
                 if self._are_several:

@@ -98,6 +98,7 @@ class Handlers:
                 raise refused("n must be 1 with an Idempotency-Key", "n")
             conversations = await self._connections.of(key.tenant, model)
             worker = await conversations.latest.storing(patience_s=self._patience_s)
+            await conversations.latest.loadable()
             turn = msgspec.structs.replace(
                 turn,
                 model=turn.model or worker.model,

@@ -148,7 +148,9 @@ class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     recorded: Annotated[
         bool, _gauge("0 while JetStream stores nothing of the worker, as on a full disk.")
     ] = True
-    refusal: Annotated[str, Meta(description="why JetStream stores nothing; empty if it says nothing")] = ""
+    refusal: Annotated[
+        str, Meta(description="why JetStream stores nothing, or why an unloaded model cannot be loaded")
+    ] = ""
     uptime_s: Annotated[float, _gauge("Time since the worker started.")]
     requests: Annotated[
         dict[str, dict[str, int]],

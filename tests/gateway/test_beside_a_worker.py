@@ -21,6 +21,8 @@ from parts import free_port
 
 from commands.gateway_note import noted, noted_gateway
 from tests.gateway.test_command import launched
+from turnkeep_client.messages import MetricsRequest, decode_control, encode, failure
+from worker.metrics_collector import unloaded_metrics
 from worker.process.datadir import starting_pid
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
@@ -242,6 +244,29 @@ async def served(local_worker: Any, door: Any, tmp_path: Path) -> Any:
     prefixes = {"one": one.settings.prefix, "two": f"{one.settings.prefix}-two", "gone": "no-worker-here"}
     await local_worker(prefix=prefixes["two"], data_dir=tmp_path / "two")
     return await door(one.settings.nats, prefixes=prefixes)
+
+
+async def test_a_request_to_a_model_that_could_not_be_loaded_gets_the_reason_unless_it_is_loaded_now(
+    worker: Any, door: Any
+) -> None:
+    why, loads = "the model m cannot be loaded: there is no model at /gone", asyncio.Event()
+    told = unloaded_metrics(worker="w", version="1", model="m", refusal=why)
+
+    async def reply(message: Any) -> None:
+        if isinstance(decode_control(message.data), MetricsRequest):
+            await message.respond(encode(told))
+        elif loads.is_set():  # before, requests wait for the model
+            await message.respond(encode(failure(None, "unknown_session", "no such session")))
+
+    subscription = await worker.app._nc.subscribe("broken.default.any.ctl", cb=reply)
+    started = await door(worker.settings.nats, prefix="broken", patience_s=0.5)
+    async with httpx2.AsyncClient(base_url=started.url, timeout=30) as http:
+        refused = await http.post("/v1/chat/completions", json=HELLO)
+        loads.set()
+        later = await http.post("/v1/chat/completions", json=HELLO)
+    await subscription.unsubscribe()
+    assert (refused.status_code, refused.json()["error"]["message"]) == (500, f"internal: {why}")
+    assert why not in later.text
 
 
 async def test_a_model_without_a_worker_is_listed_without_context_length_and_requests_to_it_get_503(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -290,6 +291,25 @@ async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too(t
     ]
 
 
+@pytest.mark.parametrize(
+    ("models", "told"), [(("a",), ["models.b", "models.c"]), ((), ["models.a", "models.b", "models.c"])]
+)
+async def test_serve_logs_that_models_added_to_or_removed_from_its_settings_need_a_restart(
+    models: tuple[str, ...], told: list[str]
+) -> None:
+    served = Supervisor(Settings(), {name: Settings() for name in models})
+    with structlog.testing.capture_logs() as logs:
+        await served.reload(Settings(), {name: Settings() for name in ("a", "b", "c")})
+    with structlog.testing.capture_logs() as logs_of_removed:
+        await Supervisor(Settings(), dict.fromkeys("abc", Settings())).reload(
+            Settings(), dict.fromkeys(models, Settings())
+        )
+    for one in (logs, logs_of_removed):
+        assert [(line["event"], line["settings"]) for line in one] == [
+            ("these settings need a restart", told)
+        ]
+
+
 @pytest.mark.process
 async def test_disk_limits_that_serve_with_several_models_reads_again_are_shown_to_commands_on_its_data_dir(
     house: Any, tmp_path: Path
@@ -504,6 +524,19 @@ async def test_serve_restarts_a_worker_at_once_if_the_worker_had_served_for_a_wh
     running.cancel()
 
 
+async def test_serve_still_restarts_a_worker_that_has_ended_more_than_a_thousand_times_in_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.0))
+    runs = Runs(monkeypatch, 0.0)
+    with structlog.testing.capture_logs():
+        running = asyncio.create_task(runs.supervisor._run_until_left(runs.model))
+        await until(lambda: running.done() or runs.num > 1100)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
 async def test_serve_ends_if_its_worker_fails_five_times_in_a_row_before_it_is_ready(
     tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,6 +595,32 @@ async def test_requests_to_a_newly_selected_model_that_cannot_be_loaded_get_an_e
     back = await nc.request(subjects.serve, encode(LoadRequest(model="sound")), timeout=60)
     assert "restarts with sound" in decode_serving(back.data).said  # type: ignore[union-attr]
     await until(lambda: alone._models[0].is_loaded)
+
+
+async def test_clients_are_told_why_a_model_cannot_be_loaded_until_it_is_loaded(
+    served: tuple[Supervisor, nats.NATS], nats_url: str
+) -> None:
+    alone, nc = served
+    why = "the model broken cannot be loaded: its worker has ended 5 times in a row"
+    options = ("--nats", nats_url, "--prefix", "stub")
+    command = (sys.executable, "-m", "commands")
+    async with AsyncExitStack() as stack:
+        await nc.request(Subjects("stub").serve, encode(LoadRequest(model="broken")), timeout=60)
+        asking = await anyio.open_process([*command, "ask", *options, "hello"], stdin=subprocess.DEVNULL)
+        stack.push_async_callback(asking.aclose)
+        stack.callback(asking.kill)
+        told = ""
+        async with asyncio.timeout(60):
+            while why not in told:
+                told += (await asking.stderr.receive()).decode()  # type: ignore[union-attr]  # a pipe
+            looked = await anyio.run_process([*command, "info", *options])
+            assert why in looked.stdout.decode()
+        await nc.request(Subjects("stub").serve, encode(LoadRequest(model="sound")), timeout=60)
+        await until(lambda: alone._models[0].is_loaded)
+        assert not alone._models[0].metrics().refusal
+    await nc.jetstream().purge_stream(
+        Subjects("stub").log_stream
+    )  # the request would load the next tests' model
 
 
 async def test_a_model_that_is_asked_twice_to_be_unloaded_is_loaded_by_its_next_request(

@@ -608,7 +608,7 @@ export interface Metrics {
   drains?: boolean;
   /** 0 while JetStream stores nothing of the worker, as on a full disk. */
   recorded?: boolean;
-  /** why JetStream stores nothing; empty if it says nothing */
+  /** why JetStream stores nothing, or why an unloaded model cannot be loaded */
   refusal?: string;
   /** Time since the worker started. */
   uptime_s: number;
