@@ -46,7 +46,9 @@ _HEARTBEAT_S: Final = 5.0
 _LAST_S: Final = 1.0
 #: The heartbeat before the first event, in streams of server-sent events.
 _COMMENT: Final = b": the log does not have the request yet\n"
-_CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it goes on without its client"
+_CANCELLED: Final = (
+    "the answer was cancelled: by a request, or, without an Idempotency-Key, since its client had left"
+)
 _CANCELLED_KEY: Final = "the answer was cancelled; another one needs an Idempotency-Key of its own"
 
 

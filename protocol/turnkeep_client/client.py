@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterable, Sized
 from typing import TYPE_CHECKING, Any, Final, TypeGuard, TypeVar
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator, Sequence
     from typing import Self, Unpack
 
-    from .messages import ControlRequest
     from .sampling import Sampling
 
 
@@ -59,6 +59,8 @@ TIMEOUT_S: Final = 600.0
 
 #: Longest timeout of a request for the worker's metrics, which it answers at once.
 METRICS_S: Final = 5.0
+#: How often a call that waits for a reply looks whether the worker was started again: then no reply comes.
+LOOK_S: Final = 2.0
 
 #: Longest time until the answer to `load`, as the model may have to be downloaded first.
 _LOAD_S: Final = 6 * 3600.0
@@ -176,7 +178,7 @@ class Client:
         timeout_s: float | None = None,
         **sampling: Unpack[Sampling],
     ) -> Generated:
-        """Generate by core NATS request and reply: no streaming, no retries.
+        """Generate by core NATS request and reply, without streaming.
 
         Needs rights on the log only for images, which are stored there first.
 
@@ -187,7 +189,7 @@ class Client:
         key = session_key(self.tenant, session)
         await self._wire.store_images(key, files_of(request), timeout_s)
         subject = self._wire.subjects.of(key, "ask")
-        return expect(Generated, decode_result(await self._wire.ask(subject, encode(request), timeout_s)))
+        return expect(Generated, decode_result(await self._reply(subject, encode(request), timeout_s)))
 
     async def embed(
         self,
@@ -305,19 +307,41 @@ class Client:
 
         Raises `NoWorkerError`.
         """
-        return await self._control(Metrics, MetricsRequest(), min(self._control_timeout_s, METRICS_S))
+        timeout_s = min(self._control_timeout_s, METRICS_S)
+        return expect(
+            Metrics,
+            decode_control_reply(await self._wire.ask(self._ctl, encode(MetricsRequest()), timeout_s)),
+        )
 
-    async def _control(self, kind: type[_T], request: ControlRequest, timeout_s: float) -> _T:
-        """Return the answer, of the type `kind`, to a request that is about no session."""
-        subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
-        return expect(kind, decode_control_reply(await self._wire.ask(subject, encode(request), timeout_s)))
+    @property
+    def _ctl(self) -> str:
+        """The subject of control requests that are about no session."""
+        return self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
+
+    async def _reply(self, subject: str, body: bytes, timeout_s: float) -> bytes:
+        """Return the reply to a request, which is sent again if its worker ends and another one starts."""
+        clock, waited_s = asyncio.get_running_loop().time, 0.0
+        while True:
+            begun_s = clock()
+            asking = asyncio.create_task(self._wire.ask(subject, body, timeout_s - waited_s))
+            try:
+                while not (await asyncio.wait([asking], timeout=LOOK_S))[0]:
+                    with contextlib.suppress(TurnkeepError):
+                        if (await self.worker_metrics()).uptime_s < clock() - begun_s:
+                            break
+                else:
+                    return asking.result()
+            finally:
+                asking.cancel()
+            waited_s += clock() - begun_s
 
     async def _part(
         self, kind: type[_T], start: int, request: EmbedRequest | RerankRequest, timeout_s: float | None
     ) -> _T:
         """Ask about a part of a list that begins at `start`."""
         try:
-            return await self._control(kind, request, self._limit(timeout_s))
+            reply = await self._reply(self._ctl, encode(request), self._limit(timeout_s))
+            return expect(kind, decode_control_reply(reply))
         except RequestFailedError as error:
             name = "inputs" if isinstance(request, EmbedRequest) else "documents"
             raise error.behind(start, name) from None

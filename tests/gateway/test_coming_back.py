@@ -510,6 +510,7 @@ async def test_repeating_a_request_under_the_idempotency_key_of_a_cancelled_answ
     assert (await http.post(f"{path}/cancel")).json()["is_running"] is False
     found = await http.get(path)
     assert (found.status_code, found.json()["error"]["code"]) == (409, "cancelled")
+    assert "by a request" in found.json()["error"]["message"], "it had a key"
     again = events((await http.post(CHAT, json=body, headers=key)).text)
     error = json.loads(again[-1]["data"])["error"]
     assert (error["code"], "Idempotency-Key of its own" in error["message"]) == ("cancelled", True)

@@ -187,14 +187,14 @@ async def refuse(worker: FakeWorker, seq: int, request: Request) -> None:
     )
 
 
-def metrics(worker: str) -> Metrics:
+def metrics(worker: str, uptime_s: float = 1.5) -> Metrics:
     histogram = Histogram(bounds=(0.1, 1.0), counts=(1, 2, 0), sum=1.5, count=3)
     return Metrics(
         worker=worker,
         version="0.1.0",
         model="tiny",
         device="cpu",
-        uptime_s=1.5,
+        uptime_s=uptime_s,
         requests={"default": {"appended": 2}},
         waiting=1,
         waiting_for_memory=0,

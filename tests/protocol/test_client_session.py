@@ -29,6 +29,7 @@ from scripted_worker import (
 )
 
 from tests.parts import NatsServer, free_port, until
+from turnkeep_client import client as client_module
 from turnkeep_client import retry, retrying, session
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
@@ -48,11 +49,13 @@ from turnkeep_client.messages import (
     CachePolicy,
     Cancelled,
     Close,
+    Embedded,
     Failed,
     Generate,
     Message,
     Open,
     Request,
+    Reranked,
     Rewind,
     UnknownResult,
     encode,
@@ -405,6 +408,33 @@ async def test_ask_embed_and_rerank_use_the_timeout_of_the_call_or_else_of_the_c
                 await call()
             with pytest.raises(NoAnswerError, match=r"within 0\.1 s"):
                 await call(timeout_s=0.1)
+
+
+async def test_ask_embed_and_rerank_are_sent_again_if_their_worker_ends_and_another_one_starts(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "LOOK_S", 0.05)
+    replies = {
+        "metrics": metrics("w1", uptime_s=0.0),
+        "generate": generated(1, Append(id="a", text="a")),
+        "embed": Embedded(vectors=(bytes(4),), tokens=(1,), model="m"),
+        "rerank": Reranked(scores=(0.5,), tokens=(1,), model="m"),
+    }
+    asked: list[str] = []
+
+    async def second_worker(message: Msg) -> None:
+        kind = msgspec.json.decode(message.data)["type"]
+        if kind in asked or kind == "metrics":  # the first worker has ended with the first one
+            await message.respond(encode(replies[kind]))
+        asked.append(kind)
+
+    async with await nats.connect(server.url) as workers, connect(server.url, timeout_s=20) as client:
+        await workers.subscribe(f"{client.subjects.prefix}.>", cb=second_worker)
+        await workers.flush()
+        assert (await client.ask("s", text="a")).tokens == TOKENS
+        assert (await client.embed(["a"])).tokens == (1,)
+        assert (await client.rerank("a", ["b"])).scores == (0.5,)
+    assert [asked.count(kind) for kind in ("generate", "embed", "rerank")] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(("attempts", "num_failures"), [(3, 2), (2, 2)])

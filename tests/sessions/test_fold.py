@@ -242,14 +242,14 @@ async def test_the_last_published_chunk_has_all_text_and_reasoning_not_yet_in_ea
 async def test_prompt_tokens_in_the_usage_of_a_resumed_answer_are_cached_tokens_plus_prefilled_tokens(
     world, known
 ) -> None:
-    """Tokens published before do not count as prompt. If all were published, `prompt_tokens` is 0."""
+    """Tokens published before do not count as prompt. If all were published, no prompt token is prefilled."""
     whole = await world.ask(Generate(id="whole", text="down", max_tokens=6))
     await world.ask(Rewind(id="back", position=0))
     seq = world.log.entries[-1].seq + 1
     world.log.chunks.stored = [Chunk(0, whole.tokens[:known], "", seq)]
     usage = (await world.ask(Generate(id="again", text="down", max_tokens=6))).usage
-    assert usage.prompt_tokens == usage.cached_tokens + usage.prefilled_tokens == (4 if known < 6 else 0)
-    assert usage.completion_tokens == 6
+    assert usage.prompt_tokens == usage.cached_tokens + usage.prefilled_tokens == whole.usage.prompt_tokens
+    assert (usage.completion_tokens, usage.prefilled_tokens == 0) == (6, known == 6)
 
 
 async def diverged(world: World, entries: list[LogEntry]) -> str:

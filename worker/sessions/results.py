@@ -128,7 +128,9 @@ def _costs(
     """Return the fields of a generate's result that name it, and say what it took until now."""
     begun_s = pending.received_s
     now_s = monotonic() - begun_s
-    num_cached = min(turn.num_cached, num_prompt) if turn else 0
+    num_cached = (
+        min(turn.num_cached, num_prompt) if turn else num_prompt
+    )  # without a turn, none was prefilled
     usage = Usage(
         prompt_tokens=num_prompt,
         cached_tokens=num_cached,
@@ -203,8 +205,7 @@ def generated_result(
     after: TokenHistory,
 ) -> Generated:
     """Build the result of a generate; `extended` has the prompt, `after` also the answer."""
-    # The tokens of an interrupted answer are part of the context, but not of the prompt.
-    num_prompt = extended.history.position if turn else 0
+    num_prompt = extended.history.position  # without the tokens that were published before a crash
     return Generated(
         position=after.position,
         text=answer.text,
