@@ -15,6 +15,7 @@ from .errors import InvalidMessageError, RequestFailedError, TurnkeepError
 from .images import files_of
 from .log import Entry, entry
 from .messages import (
+    UNLOADED,
     Embedded,
     EmbedRequest,
     Failed,
@@ -327,7 +328,9 @@ class Client:
             try:
                 while not (await asyncio.wait([asking], timeout=LOOK_S))[0]:
                     with contextlib.suppress(TurnkeepError):
-                        if (await self.worker_metrics()).uptime_s < clock() - begun_s:
+                        metrics = await self.worker_metrics()
+                        # While a model is loaded, the request is kept for it.
+                        if metrics.device != UNLOADED and metrics.uptime_s < clock() - begun_s:
                             break
                 else:
                     return asking.result()

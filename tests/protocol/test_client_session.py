@@ -45,6 +45,7 @@ from turnkeep_client.errors import (
 from turnkeep_client.log import Stored
 from turnkeep_client.loop import run_tools
 from turnkeep_client.messages import (
+    UNLOADED,
     Append,
     CachePolicy,
     Cancelled,
@@ -430,11 +431,37 @@ async def test_ask_embed_and_rerank_are_sent_again_if_their_worker_ends_and_anot
 
     async with await nats.connect(server.url) as workers, connect(server.url, timeout_s=20) as client:
         await workers.subscribe(f"{client.subjects.prefix}.>", cb=second_worker)
-        await workers.flush()
+        await confirm_subscriptions(workers)
         assert (await client.ask("s", text="a")).tokens == TOKENS
         assert (await client.embed(["a"])).tokens == (1,)
         assert (await client.rerank("a", ["b"])).scores == (0.5,)
     assert [asked.count(kind) for kind in ("generate", "embed", "rerank")] == [2, 2, 2]
+
+
+async def test_embed_is_sent_once_to_a_model_that_is_not_loaded_however_long_the_loading_takes(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "LOOK_S", 0.05)
+    unloaded = msgspec.structs.replace(metrics("w1", uptime_s=0.0), device=UNLOADED)
+    embedded = Embedded(vectors=(bytes(4),), tokens=(1,), model="m")
+    kept: list[Msg] = []
+    num_looks = 0
+
+    async def loading(message: Msg) -> None:
+        nonlocal num_looks
+        if msgspec.json.decode(message.data)["type"] == "embed":
+            kept.append(message)
+            return
+        num_looks += 1
+        await message.respond(encode(unloaded))
+        if num_looks == 4:
+            await kept[0].respond(encode(embedded))
+
+    async with await nats.connect(server.url) as supervisor, connect(server.url, timeout_s=20) as client:
+        await supervisor.subscribe(f"{client.subjects.prefix}.>", cb=loading)
+        await confirm_subscriptions(supervisor)
+        assert (await client.embed(["a"])).tokens == (1,)
+    assert len(kept) == 1
 
 
 @pytest.mark.parametrize(("attempts", "num_failures"), [(3, 2), (2, 2)])

@@ -128,9 +128,8 @@ def _costs(
     """Return the fields of a generate's result that name it, and say what it took until now."""
     begun_s = pending.received_s
     now_s = monotonic() - begun_s
-    num_cached = (
-        min(turn.num_cached, num_prompt) if turn else num_prompt
-    )  # without a turn, none was prefilled
+    # Without a turn, no token was prefilled.
+    num_cached = min(turn.num_cached, num_prompt) if turn else num_prompt
     usage = Usage(
         prompt_tokens=num_prompt,
         cached_tokens=num_cached,
