@@ -441,8 +441,9 @@ async def test_an_answer_given_up_after_worker_crashes_ends_with_the_tokens_alre
     await world.assert_fold_is_life()
 
 
+@pytest.mark.parametrize("num_copies", [1, 2])
 async def test_a_cancel_searches_the_log_again_if_nats_lost_entries_during_the_search(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, num_copies: int
 ) -> None:
     """Of two copies of a request it cancels the first, since the second is only a repeat of that."""
     await world.ask(Append(id="a", text="one"))
@@ -453,7 +454,7 @@ async def test_a_cancel_searches_the_log_again_if_nats_lost_entries_during_the_s
         if calls.count("in") == 2 and world.log.server == "one":  # after the cancel's first read of the log
             monkeypatch.setattr(world.log, "server", "two")
             world.log.entries.clear()
-            for _ in range(2):
+            for _ in range(num_copies):
                 world.log.add("in", encode(Generate(id="g", text="x", max_tokens=4)))
             world.session.forget()  # as the session's task does
         return await page(key, kind, after)
